@@ -1,0 +1,514 @@
+"""latentmoe models: hybrid attention (KDA, gated MLA, gated DSA), latent mixture of experts, attention residuals, vision.
+
+Start reading here. The text stack has no positional encoding: order comes from KDA's convolution and decay and from
+causal masks. A layer does not add to one residual stream; it reads a learned mixture of what earlier blocks left
+(`attn_residual.py`). Everything is single-device code that also works packed, padded and cached.
+
+    LatentMoEDecoderLayer             mix -> attention -> mix -> feed-forward
+    LatentMoEModel                    embeddings, layers, output mixture, norm
+    LatentMoEForCausalLM              + language-model head (text only)
+    LatentMoEForConditionalGeneration + vision tower and projector: what checkpoints hold
+
+Legend: B batch, T tokens, D model width, V vocabulary, E experts, I images.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from .attn_residual import mix
+from .cache import CACHE_ARGUMENT, LatentMoECache
+from .configuration_latentmoe import INDEXED, LINEAR, LatentMoEConfig, LatentMoETextConfig
+from .conversion import check_checkpoint, packed_converters
+from .documents import Documents
+from .kda import GatedHeadNorm, KimiDeltaAttention, ShortConvolution
+from .layers import MLP, RMSNorm
+from .mla import GatedLatentAttention
+from .moe import Experts, LatentMoE, Router
+from .mxfp4 import assert_packed
+from .vision import PositionEmbedding, Projector, VisionTower
+
+# Routing and key selection are decisions: a recomputed one could differ by a rounding and change the graph.
+SAVED_DECISIONS = [torch.ops.aten.topk.default]
+
+
+@dataclass
+class LatentMoEOutput(ModelOutput):
+    """What `LatentMoEModel` returns.
+
+    last_hidden_state [B, T, D]; cache; hidden_states: the running stream entering each layer and leaving the last
+    norm, [B, T, D] each (on request); router_logits: fp32 [B * T, E] of each MoE layer, zero at padding (on request); expert_load: int64
+    [MoE layers, E] tokens routed to each expert, padding excluded.
+    """
+
+    last_hidden_state: torch.Tensor | None = None
+    cache: LatentMoECache | None = None
+    if CACHE_ARGUMENT == "past_key_values":
+        past_key_values: LatentMoECache | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    expert_load: torch.Tensor | None = None
+
+
+@dataclass
+class LatentMoECausalLMOutput(ModelOutput):
+    """loss (scalar, with labels), logits [B, T, V] (or the `logits_to_keep` last), the rest as `LatentMoEOutput`."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    cache: LatentMoECache | None = None
+    if CACHE_ARGUMENT == "past_key_values":
+        past_key_values: LatentMoECache | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    expert_load: torch.Tensor | None = None
+
+
+class LatentMoEDecoderLayer(GradientCheckpointingLayer):
+    """One layer: a mixer (KDA, MLA or DSA) and a feed-forward (dense or latent MoE), each reading its own mixture."""
+
+    def __init__(self, config: LatentMoETextConfig, layer: int):
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.is_linear = config.layer_types[layer] == LINEAR
+        self.starts_block = layer % config.attn_res_block_size == 0
+        self.is_moe = config.is_moe_layer(layer)
+        if self.is_linear:
+            self.self_attn = KimiDeltaAttention(config)
+        else:
+            indexed = config.layer_types[layer] == INDEXED
+            self.self_attn = GatedLatentAttention(config, config.indexer_types[layer] if indexed else "none")
+        if self.is_moe:
+            self.block_sparse_moe = LatentMoE(config)
+        else:
+            self.mlp = MLP(D, config.intermediate_size, config)
+        self.input_layernorm = RMSNorm(D, eps)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.self_attention_res_norm = RMSNorm(D, eps)
+        self.self_attention_res_proj = nn.Linear(D, 1, bias=False)
+        self.mlp_res_norm = RMSNorm(D, eps)
+        self.mlp_res_proj = nn.Linear(D, 1, bias=False)
+
+    def forward(self, stream_BTD, snapshots, index, documents: Documents, cache=None):
+        """stream: [B, T, D]; snapshots: tuple of [B, T, D]; index: keys chosen by the last full indexer, or None.
+
+        Returns the new stream, snapshots and index, then router logits [B * T, E] and expert load [E] (None if dense).
+        """
+        x = mix((*snapshots, stream_BTD), self.self_attention_res_proj, self.self_attention_res_norm)
+        if self.starts_block:
+            snapshots, stream_BTD = (*snapshots, stream_BTD), None
+        if self.is_linear:
+            attended = self.self_attn(self.input_layernorm(x), documents, cache)
+        else:
+            attended, chosen = self.self_attn(self.input_layernorm(x), documents, cache, index)
+            index = index if chosen is None else chosen
+        stream_BTD = attended if stream_BTD is None else stream_BTD + attended
+
+        y = mix((*snapshots, stream_BTD), self.mlp_res_proj, self.mlp_res_norm)
+        y = self.post_attention_layernorm(y)
+        if self.is_moe:
+            fed, router_logits, load = self.block_sparse_moe(y, documents.valid_BT)
+        else:
+            fed, router_logits, load = self.mlp(y), None, None
+        return stream_BTD + fed, snapshots, index, router_logits, load
+
+
+class LatentMoEPreTrainedModel(PreTrainedModel):
+    """Initialisation, strict loading and checkpointing rules that every latentmoe model shares."""
+
+    config_class = LatentMoEConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LatentMoEDecoderLayer", "LatentMoEVisionBlock"]  # noqa: RUF012
+    _supports_sdpa = True
+    _is_stateful = True
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
+        "A_log",
+        "dt_bias",
+        "q_conv1d",
+        "k_conv1d",
+        "v_conv1d",
+        "o_norm",
+        "e_score_correction_bias",
+    ]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.get_text_config().initializer_range
+        if isinstance(module, RMSNorm | GatedHeadNorm | nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d | ShortConvolution):
+            init.normal_(module.weight, std=0.5 if isinstance(module, ShortConvolution) else std)
+        elif isinstance(module, KimiDeltaAttention):
+            rates = torch.zeros_like(module.A_log)
+            rates[: module.num_heads] = torch.empty_like(rates[: module.num_heads]).uniform_(1, 16).log()
+            init.copy_(module.A_log, rates)
+            init.zeros_(module.dt_bias)
+        elif isinstance(module, Router):
+            init.normal_(module.weight, std=std)
+            init.zeros_(module.e_score_correction_bias)
+        elif isinstance(module, Experts):
+            if not getattr(module.down_proj, "_is_hf_initialized", False):
+                module.reset_parameters(std)
+        elif isinstance(module, PositionEmbedding):
+            init.normal_(module.weight, std=std)
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        # transformers only warns about missing tensors and fills them with random numbers; here they are errors.
+        quantized = load_config.hf_quantizer is not None
+        if checkpoint_files:
+            check_checkpoint(model, checkpoint_files, packed=quantized)
+        info = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        if model.config.get_text_config().packed_experts:
+            assert_packed(model)
+        return info
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
+        """Recompute layers in backward, but never their decisions: the top-k of routers and indexers is saved.
+
+        Raises ValueError for `use_reentrant=True`, which cannot save them.
+        """
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            raise ValueError("gradient_checkpointing_kwargs.use_reentrant: must be False (saved routing decisions need it)")
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_DECISIONS)
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation: {generation_config.cache_implementation!r} is not supported, leave it unset "
+                f"(latentmoe models bring their own cache)"
+            )
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE_ARGUMENT) is None:
+            model_kwargs[CACHE_ARGUMENT] = LatentMoECache(self.config.get_text_config().num_hidden_layers)
+
+
+class LatentMoEModel(LatentMoEPreTrainedModel):
+    """Text decoder without head. See `LatentMoEOutput` for what it returns."""
+
+    config_class = LatentMoETextConfig
+
+    def __init__(self, config: LatentMoETextConfig):
+        super().__init__(config)
+        D = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, D, config.pad_token_id)
+        self.layers = nn.ModuleList(LatentMoEDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.output_attn_res_norm = RMSNorm(D, config.rms_norm_eps)
+        self.output_attn_res_proj = nn.Linear(D, 1, bias=False)
+        self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        cache: LatentMoECache | None = None,
+        past_key_values: LatentMoECache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        **kwargs,
+    ) -> LatentMoEOutput:
+        """input_ids int64 [B, T] or inputs_embeds [B, T, D]; attention_mask [B, T] or [B, cached + T], 0 = padding.
+
+        Packed rows: cu_seqlens int [documents + 1] (one row), or position_ids that restart at each document; every
+        document is computed as if it were alone. Raises ValueError for inputs that contradict each other.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids / inputs_embeds: pass exactly one of them")
+        stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cu_seqlens = _boundaries(cu_seqlens, position_ids, kwargs)
+        cache = self._cache_for(cache if cache is not None else past_key_values, use_cache, cu_seqlens)
+        documents = Documents.of_batch(
+            stream.shape[:2],
+            stream.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            past_ids=None if cache is None else cache.past_ids(stream.shape[0], stream.device),
+        )
+        snapshots, index = (), None
+        streams, all_router_logits, loads = [], [], []
+        for i, layer in enumerate(self.layers):
+            streams.append(stream)
+            layer_cache = None if cache is None else cache.layers[i]
+            stream, snapshots, index, router_logits, load = layer(stream, snapshots, index, documents, cache=layer_cache)
+            if load is not None:
+                all_router_logits.append(router_logits)
+                loads.append(load)
+        if cache is not None:
+            cache.remember(documents.ids_BT)
+        h = self.norm(mix((*snapshots, stream), self.output_attn_res_proj, self.output_attn_res_norm))
+        want_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        want_logits = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        return LatentMoEOutput(
+            last_hidden_state=h,
+            hidden_states=(*streams, h) if want_hidden else None,
+            router_logits=tuple(all_router_logits) if want_logits else None,
+            expert_load=torch.stack(loads) if loads else None,
+            **_cache_fields(cache),
+        )
+
+    def _cache_for(self, cache, use_cache: bool | None, cu_seqlens) -> LatentMoECache | None:
+        if self.gradient_checkpointing and self.training:
+            return None
+        if cache is not None:
+            if not hasattr(cache, "ids_BS"):
+                raise ValueError(f"cache: {type(cache).__name__} is not supported, leave it out (a LatentMoECache is made)")
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens: packed rows cannot continue a cache")
+            return cache
+        wanted = self.config.use_cache and not self.training and cu_seqlens is None if use_cache is None else use_cache
+        return LatentMoECache(len(self.layers)) if wanted else None
+
+
+class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
+    """Text decoder with its language-model head: a model of its own, and `language_model` of the composite."""
+
+    config_class = LatentMoETextConfig
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LatentMoETextConfig):
+        super().__init__(config)
+        self.model = LatentMoEModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.packed_experts:
+            self._weight_conversions = packed_converters()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> LatentMoECausalLMOutput:
+        """Arguments of `LatentMoEModel.forward`, and labels int64 [B, T] (-100 = no loss; shifted here, never across
+        documents); logits_to_keep: only the last so many positions, or these positions."""
+        ignore_index = kwargs.pop("ignore_index", -100)
+        out = self.model(input_ids, **kwargs)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            if logits.shape[1] != labels.shape[1]:
+                raise ValueError("logits_to_keep: cannot be combined with labels")
+            loss = causal_lm_loss(logits, labels, ignore_index, **kwargs)
+        return LatentMoECausalLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=out.hidden_states,
+            router_logits=out.router_logits,
+            expert_load=out.expert_load,
+            **_cache_fields(out.cache),
+        )
+
+
+class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixin):
+    """Image-text-to-text model in the layout of released checkpoints; text-only when `vision_config` is None."""
+
+    config_class = LatentMoEConfig
+    base_model_prefix = "language_model"
+    _tied_weights_keys = {"language_model.lm_head.weight": "language_model.model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LatentMoEConfig):
+        super().__init__(config)
+        config.text_config.decided_by_root(config.packed_experts)
+        self.language_model = LatentMoEForCausalLM(config.text_config)
+        if config.vision_config is not None:
+            self.vision_tower = VisionTower(config.vision_config)
+            self.mm_projector = Projector(config.vision_config)
+        if config.packed_experts:
+            self._weight_conversions = packed_converters()
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.language_model.lm_head = value
+
+    def encode_images(self, pixel_values: torch.Tensor, grid_thws: torch.Tensor) -> torch.Tensor:
+        """pixel_values [patches, 3, P, P], grid_thws int64 [I, 3] -> features [image tokens, D] in prompt order."""
+        if self.config.vision_config is None:
+            raise ValueError("pixel_values: this model has no vision tower (vision_config is null)")
+        if pixel_values is None or grid_thws is None:
+            raise ValueError("pixel_values and grid_thws belong together: pass both (the processor returns them)")
+        return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        grid_thws: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        cache: LatentMoECache | None = None,
+        past_key_values: LatentMoECache | None = None,
+        **kwargs,
+    ) -> LatentMoECausalLMOutput:
+        """Arguments of `LatentMoEForCausalLM.forward`, and images: pixel_values fp [patches, 3, P, P], grid_thws int64
+        [I, 3]. input_ids hold one media placeholder per image token; any other number is a ValueError. With a cache a
+        single row may bring its images in the first call and read their placeholders over several.
+        """
+        cache = cache if cache is not None else past_key_values
+        if inputs_embeds is None and input_ids is not None:
+            inputs_embeds = self._embed(input_ids, pixel_values, grid_thws, cache)
+        elif pixel_values is not None:
+            raise ValueError("pixel_values: placeholders are found in input_ids, which inputs_embeds replaces")
+        ignore_index = self.config.ignore_index
+        return self.language_model(inputs_embeds=inputs_embeds, cache=cache, ignore_index=ignore_index, **kwargs)
+
+    def _embed(self, input_ids, pixel_values, grid_thws, cache) -> torch.Tensor:
+        """Token embeddings with image features written over their placeholders."""
+        embeds_BTD = self.get_input_embeddings()(input_ids)
+        media_BT = input_ids == self.config.media_placeholder_token_id
+        waiting = cache.images if cache is not None else None
+        if pixel_values is not None or grid_thws is not None:
+            features = self.encode_images(pixel_values, grid_thws)
+            if cache is not None and len(input_ids) == 1:
+                waiting = [features if waiting is None else torch.cat([waiting[0], features])]
+            else:
+                _check_placeholders(int(media_BT.sum()), len(features))
+                waiting = list(features.split(media_BT.sum(1).tolist()))
+        counts = media_BT.sum(1).tolist()
+        if waiting is None:
+            _check_placeholders(sum(counts), 0)
+            return embeds_BTD
+        for count, features in zip(counts, waiting, strict=True):
+            if count > len(features):
+                _check_placeholders(count, len(features))
+        rows = torch.cat([features[:count] for count, features in zip(counts, waiting, strict=True)])
+        if cache is not None:
+            rest = [features[count:] for count, features in zip(counts, waiting, strict=True)]
+            cache.images = rest if any(len(features) for features in rest) else None
+        return embeds_BTD.masked_scatter(media_BT.unsqueeze(-1), rows.to(embeds_BTD.dtype))
+
+    def _images_by_row(self, input_ids, grid_thws) -> list[int]:
+        """Number of images of each row, from its placeholders; ValueError when they do not add up."""
+        area = math.prod(self.config.vision_config.merge_kernel_size)
+        tokens = (grid_thws[:, 1:].prod(1) // area).tolist()
+        counts = (input_ids == self.config.media_placeholder_token_id).sum(1).tolist()
+        _check_placeholders(sum(counts), sum(tokens))
+        images, next_image = [], 0
+        for count in counts:
+            first = next_image
+            while count > 0:
+                count -= tokens[next_image]
+                next_image += 1
+            if count < 0:
+                raise ValueError("media placeholders: an image would be split between two rows of the batch")
+            images.append(next_image - first)
+        return images
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        # Images are encoded once, before the prompt is cut into chunks, and wait in the cache for their placeholders.
+        cache, grid_thws = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("grid_thws")
+        if cache is not None and grid_thws is not None:
+            self._images_by_row(input_ids, grid_thws)
+            features = self.encode_images(model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws"))
+            media_BT = input_ids == self.config.media_placeholder_token_id
+            cache.images = list(features.split(media_BT.sum(1).tolist()))
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+        # Rows of pixel_values are patches, not batch rows: all images of a row are repeated together.
+        pixel_values, grid_thws = model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws", None)
+        if expand_size > 1 and grid_thws is not None:
+            images = self._images_by_row(input_ids, grid_thws)
+            patches = pixel_values.split(grid_thws.prod(1).tolist())
+            order = [i for row in torch.arange(len(grid_thws)).split(images) for i in row.tolist() * expand_size]
+            pixel_values, grid_thws = torch.cat([patches[i] for i in order]), grid_thws[order]
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+        )
+        if pixel_values is not None:
+            model_kwargs["pixel_values"] = pixel_values
+        if grid_thws is not None:
+            model_kwargs["grid_thws"] = grid_thws
+        return input_ids, model_kwargs
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int = -100,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """Next-token cross-entropy in fp32; the first token of a document is never predicted from the one before it.
+
+    Mean over the labelled tokens, or their sum / num_items_in_batch when a trainer gives the global count.
+    """
+    documents = Documents.of_batch(
+        labels.shape,
+        labels.device,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        cu_seqlens=_boundaries(cu_seqlens, position_ids, kwargs),
+    )
+    same_document = documents.ids_BT[:, 1:] == documents.ids_BT[:, :-1]
+    target = labels[:, 1:].to(logits.device).masked_fill(~same_document, ignore_index)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    predicted = logits[:, :-1].flatten(0, 1).to(wide)
+    total = F.cross_entropy(predicted, target.flatten(), ignore_index=ignore_index, reduction="sum")
+    count = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / count
+
+
+def _boundaries(cu_seqlens, position_ids, kwargs: dict) -> torch.Tensor | None:
+    """Document borders under our name or that of transformers' flattening collators."""
+    flattened = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is not None or flattened is not None:
+        return cu_seqlens if cu_seqlens is not None else flattened
+    if kwargs.get("seq_idx") is not None and position_ids is None:
+        raise ValueError("seq_idx: pass the document borders as cu_seqlens, or position_ids that restart")
+    return None
+
+
+def _cache_fields(cache: LatentMoECache | None) -> dict[str, LatentMoECache | None]:
+    """Output fields of the cache: `cache`, and the name that this transformers' `generate` reads."""
+    return {"cache": cache, CACHE_ARGUMENT: cache}
+
+
+def _check_placeholders(placeholders: int, features: int) -> None:
+    if placeholders != features:
+        raise ValueError(
+            f"images do not match the prompt: {placeholders} media placeholders in input_ids, {features} image tokens "
+            f"in pixel_values (build both with the processor, and do not truncate through an image)"
+        )
+
+
+LatentMoEModel.register_for_auto_class("AutoModel")
+LatentMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+LatentMoEForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")

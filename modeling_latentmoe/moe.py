@@ -1,0 +1,166 @@
+"""Latent mixture of experts: router, stacked routed experts (float or packed MXFP4), latent projections,
+shared experts.
+
+Legend: B batch, T tokens (of a row, or all valid ones), D model width, L latent width, F expert hidden width,
+        E experts, S chosen experts per token.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from .configuration_latentmoe import MXFP4_GROUP, LatentMoETextConfig
+from .expert_lora import LogicalShapes, unwrap_experts
+from .layers import MLP, Float32Parameters, RMSNorm
+from .mxfp4 import encode
+from .ops import ExpertMatrices, LowRank, expert_mlp, route
+
+
+class Router(Float32Parameters):
+    """Scores all experts in fp32 and chooses `num_experts_per_token` of them.
+
+    `e_score_correction_bias` takes part in the choice only and is never trained by gradients.
+    """
+
+    float32_parameters: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
+
+    def __init__(self, config: LatentMoETextConfig):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.e_score_correction_bias = nn.Parameter(
+            torch.zeros(config.num_experts, dtype=torch.float32), requires_grad=False
+        )
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, D] -> (logits_TE, ids_TS int64, weights_TS); logits and weights in fp32, or wider if x is."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        # Autocast would round the products: near ties would route differently.
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = nn.functional.linear(x_TD.to(wide), self.weight.to(wide))
+        ids_TS, weights_TS = route(
+            logits_TE,
+            self.e_score_correction_bias,
+            self.config.num_experts_per_token,
+            activation=self.config.moe_router_activation_func,
+            renormalize=self.config.moe_renormalize,
+            scaling_factor=self.config.routed_scaling_factor,
+            groups=self.config.num_expert_group,
+            top_groups=self.config.topk_group,
+        )
+        return logits_TE, ids_TS, weights_TS
+
+
+class Experts(LogicalShapes, nn.Module):
+    """All routed experts of a layer, stacked: `gate_up_proj` [E, 2F, L] (gate rows first) and `down_proj` [E,
+    L, F].
+
+    With `config.packed_experts` both are frozen MXFP4 bytes, uint8 [..., in / 2], beside `gate_up_scale` and
+    `down_scale`, uint8 [..., in / 32].
+    """
+
+    def __init__(self, config: LatentMoETextConfig):
+        super().__init__()
+        self.config = config
+        experts, width, hidden = config.num_experts, config.expert_hidden_size, config.moe_intermediate_size
+        self.logical_shapes = {
+            "gate_up": torch.Size((experts, 2 * hidden, width)),
+            "down": torch.Size((experts, width, hidden)),
+        }
+        for stem, shape in self.logical_shapes.items():
+            if config.packed_experts:
+                setattr(self, f"{stem}_proj", _empty_bytes(*shape[:2], shape[2] // 2))
+                setattr(self, f"{stem}_scale", _empty_bytes(*shape[:2], shape[2] // MXFP4_GROUP))
+            else:
+                setattr(self, f"{stem}_proj", nn.Parameter(torch.empty(shape)))
+
+    @torch.no_grad()
+    def reset_parameters(self, std: float) -> None:
+        """Normal weights of standard deviation `std`, rounded to MXFP4 when packed."""
+        for stem, shape in self.logical_shapes.items():
+            weight = getattr(self, f"{stem}_proj")
+            if weight.is_floating_point():
+                weight.normal_(std=std)
+                continue
+            for expert in range(shape[0]):
+                packed, scale = encode(torch.randn(shape[1:], device=weight.device) * std)
+                weight[expert] = packed
+                getattr(self, f"{stem}_scale")[expert] = scale
+
+    def _matrices(self, stem: str, adapters: dict[str, tuple[LowRank, ...]]) -> ExpertMatrices:
+        scale = getattr(self, f"{stem}_scale", None)
+        return ExpertMatrices(getattr(self, f"{stem}_proj"), scale, adapters.get(stem, ()))
+
+    def forward(
+        self,
+        x_TL: torch.Tensor,
+        ids_TS: torch.Tensor,
+        weights_TS: torch.Tensor,
+        adapters: dict[str, tuple[LowRank, ...]],
+    ) -> torch.Tensor:
+        """Weighted sum of the chosen experts, [T, L]. adapters: low-rank terms of "gate_up" and "down"."""
+        gate_up, down = self._matrices("gate_up", adapters), self._matrices("down", adapters)
+        return expert_mlp(x_TL, ids_TS, weights_TS, gate_up, down, self.config)
+
+
+def _empty_bytes(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
+
+
+class LatentMoE(nn.Module):
+    """Router, experts in a latent space of width L, norm of their sum, and shared experts at model width.
+
+    y = W_up norm(sum_j w_j expert_j(W_down x)) + shared(x). Without `routed_expert_hidden_size` the experts
+    work at model width and the latent projections and norm do not exist; without `num_shared_experts`,
+    neither does `shared`.
+    """
+
+    def __init__(self, config: LatentMoETextConfig):
+        super().__init__()
+        self.config = config
+        width, latent = config.hidden_size, config.routed_expert_hidden_size
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.routed_expert_down_proj = self.routed_expert_norm = self.routed_expert_up_proj = None
+        if latent:
+            self.routed_expert_down_proj = nn.Linear(width, latent, bias=False)
+            if config.latent_moe_use_norm:
+                self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps)
+            self.routed_expert_up_proj = nn.Linear(latent, width, bias=False)
+        self.shared_experts = None
+        if config.num_shared_experts:
+            self.shared_experts = MLP(width, config.num_shared_experts * config.moe_intermediate_size, config)
+
+    def forward(
+        self, x_BTD: torch.Tensor, valid_BT: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[B, T, D] -> (y_BTD, router logits [B * T, E] fp32, load_E int64: rows sent to each expert).
+
+        Tokens where bool valid_BT is False are not routed and not counted; their outputs and logits are zero.
+        """
+        x_TD = x_BTD.flatten(0, 1) if valid_BT is None else x_BTD[valid_BT]
+        logits_TE, ids_TS, weights_TS = self.gate(x_TD)
+        load_E = torch.bincount(ids_TS.flatten(), minlength=self.config.num_experts)
+        y_TD = self._routed(x_TD, ids_TS, weights_TS)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        if valid_BT is None:
+            return y_TD.view_as(x_BTD), logits_TE, load_E
+        valid_T1 = valid_BT.flatten().unsqueeze(-1)
+        y_BTD = torch.zeros_like(x_BTD).masked_scatter(valid_BT.unsqueeze(-1), y_TD)
+        all_logits = logits_TE.new_zeros(valid_T1.shape[0], logits_TE.shape[1]).masked_scatter(
+            valid_T1, logits_TE
+        )
+        return y_BTD, all_logits, load_E
+
+    def _routed(self, x_TD: torch.Tensor, ids_TS: torch.Tensor, weights_TS: torch.Tensor) -> torch.Tensor:
+        # PEFT may have wrapped the experts: its factors go to the grouped product, its own forward does not
+        # run.
+        experts, adapters = unwrap_experts(self.experts, Experts)
+        if self.routed_expert_down_proj is None:
+            return experts(x_TD, ids_TS, weights_TS, adapters)
+        sum_TL = experts(self.routed_expert_down_proj(x_TD), ids_TS, weights_TS, adapters)
+        if self.routed_expert_norm is not None:
+            sum_TL = self.routed_expert_norm(sum_TL)
+        return self.routed_expert_up_proj(sum_TL)

@@ -1,0 +1,376 @@
+"""The one seam between the model and its kernels: every fused operation is named here once.
+
+Each function is the readable torch definition, which is also what kernels are tested against. Statistics and
+accumulations run in `promote_types(dtype, float32)`, so everything also runs in float64.
+
+Legend: B batch, T tokens, S keys, D model width, M real tokens of all documents in order, N chunks (or heads, in
+        attention), C tokens per chunk, H heads, K key width, V value width, W convolution width, F hidden width.
+        In the mixture of experts: E experts, S chosen experts per token, G groups of experts, L latent width,
+        R = T * S routed rows sorted by expert, I and O input and output width of a matrix, r adapter rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .documents import Documents
+from .mxfp4 import decode
+
+# Tokens per KDA chunk. Decays are formed as exponents of differences inside a chunk, a [C, C, K] tensor per head.
+KDA_CHUNK = 16
+L2_EPS = 1e-6
+# Decoded expert weights held at a time; one expert of the released Kimi-K3 takes 88 MB in fp32.
+DECODED_BYTES = 128 * 2**20
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
+    """SiTU-GLU: beta * tanh(g / beta) * sigmoid(g) times linear_beta * tanh(u / linear_beta), rounded once.
+
+    The sigmoid sees the uncapped gate. `linear_beta=None` leaves `up` as it is; `beta=None` means 1.
+    """
+    g, u = _wide(gate), _wide(up)
+    beta = 1.0 if beta is None else beta
+    y = beta * torch.tanh(g / beta) * torch.sigmoid(g)
+    y = y * (u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta))
+    return y.to(gate.dtype)
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor, config) -> torch.Tensor:
+    """The gated activation that `config.hidden_act` names: "situ" or "silu" (SwiGLU)."""
+    if config.hidden_act == "situ":
+        return situ_glu(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
+    return F.silu(gate) * up
+
+
+def attn_residual(sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """softmax_j(rms_norm(V_j) . score) mixture of the raw sources V_j [B, T, D], in fp32, rounded once."""
+    wide = [_wide(v) for v in sources]
+    normed = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) for v in wide]
+    score_JBT = torch.stack([(k * score_D).sum(-1) for k in normed])
+    weight_JBT = torch.softmax(score_JBT, dim=0)
+    mixed = sum(w.unsqueeze(-1) * v for w, v in zip(weight_JBT, wide, strict=True))
+    return mixed.to(sources[-1].dtype)
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """rms_norm(x) * weight * sigmoid(gate) over the last axis, all in fp32, rounded once to x.dtype."""
+    x32 = _wide(x)
+    y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight
+    return (y * torch.sigmoid(_wide(gate))).to(x.dtype)
+
+
+def short_conv(
+    x_MD: torch.Tensor, weight_DW: torch.Tensor, index_MW: torch.Tensor, tail_XD: torch.Tensor
+) -> torch.Tensor:
+    """Causal depthwise convolution and SiLU, fp32 inside; windows never leave a document.
+
+    index_MW positions tokens in [x_MD; tail_XD] (`Documents.window`), tap W - 1 being the current token.
+    """
+    source = torch.cat([x_MD, tail_XD.to(x_MD.dtype)])
+    wide = torch.promote_types(x_MD.dtype, torch.float32)
+    y = sum(source[index_M].to(wide) * weight_DW[:, tap] for tap, index_M in enumerate(index_MW.unbind(1)))
+    return F.silu(y).to(x_MD.dtype)
+
+
+def kda_gate(z_MHK: torch.Tensor, A_log_H: torch.Tensor, dt_bias_HK: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
+    """Log decay of KDA in fp32: lower_bound * sigmoid(exp(A_log) (z + dt_bias)), or with lower_bound None
+    the unbounded form -exp(A_log) * softplus(z + dt_bias)."""
+    rate_H1 = A_log_H.exp().unsqueeze(-1)
+    z = _wide(z_MHK) + dt_bias_HK
+    if lower_bound is None:
+        return -rate_H1 * F.softplus(z)
+    return lower_bound * torch.sigmoid(rate_H1 * z)
+
+
+def _kda_inputs(q, k, v, g, beta):
+    """l2-normalised q (scaled by K ** -0.5) and k, and everything in fp32."""
+    q, k, v, g, beta = (_wide(x) for x in (q, k, v, g, beta))
+    q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2_EPS) * q.shape[-1] ** -0.5
+    k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + L2_EPS)
+    return q, k, v, g, beta
+
+
+def kda_step(
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    g_BHK: torch.Tensor,
+    beta_BH: torch.Tensor,
+    state_BHKV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of the KDA recurrence. q and k are raw (normalised here); g is the log decay; the state is fp32.
+
+    S <- diag(exp g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.   Returns (o [B, H, V], new state).
+    """
+    dtype = q_BHK.dtype
+    q, k, v, g, beta = _kda_inputs(q_BHK, k_BHK, v_BHV, g_BHK, beta_BH)
+    state = state_BHKV.to(g.dtype) * g.exp().unsqueeze(-1)
+    read = torch.einsum("bhkv,bhk->bhv", state, k)
+    state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * (v - read)).unsqueeze(-2)
+    return torch.einsum("bhkv,bhk->bhv", state, q).to(dtype), state
+
+
+def kda_chunk(
+    q_MHK: torch.Tensor,
+    k_MHK: torch.Tensor,
+    v_MHV: torch.Tensor,
+    g_MHK: torch.Tensor,
+    beta_MH: torch.Tensor,
+    documents: Documents,
+    state_DHKV: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KDA recurrence of `kda_step` over whole documents, chunk by chunk. Returns (o [M, H, V], final states).
+
+    Inside a chunk the updates solve a unit lower triangular system (WY form), by forward substitution: powers of the
+    triangle lose all accuracy at real decays. Every decay is the exponential of a difference that is never positive.
+    """
+    dtype = q_MHK.dtype
+    chunks = documents.chunks(KDA_CHUNK)
+    q, k, v, g, beta = _kda_inputs(q_MHK, k_MHK, v_MHV, g_MHK, beta_MH)
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        """[M, H, ...] -> [N, H, C, ...]; zeros behind a document's end leave the state as it is."""
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[chunks.index_NC].transpose(1, 2)
+
+    q, k, v, g, beta = (cut(x) for x in (q, k, v, g, beta))
+    beta = beta.unsqueeze(-1)
+    G = g.cumsum(2)
+    lower = torch.ones(KDA_CHUNK, KDA_CHUNK, dtype=torch.bool, device=q.device).tril()
+    decay_NHCCK = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(~lower[..., None], -torch.inf).exp()
+    # Rows i of both score matrices in one product: sum_K (beta k | q)_i exp(G_i - G_j) k_j.
+    pair_NHCK2 = torch.stack([beta * k, q], dim=-1)
+    scores = (decay_NHCCK * k.unsqueeze(2)) @ pair_NHCK2
+    triangle, attend = scores[..., 0].tril(-1), scores[..., 1]
+    right = torch.cat([beta * k * G.exp(), beta * v], dim=-1)
+    # solve_triangular takes the unit diagonal as given.
+    WU = torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
+    W, U = WU.split([k.shape[-1], v.shape[-1]], dim=-1)
+    last = G[:, :, -1:]
+    q_in, k_out, decay_out = q * G.exp(), k * (last - G).exp(), last.exp().transpose(2, 3)
+
+    D = len(documents.length_D)
+    state = q.new_zeros(D, *q.shape[1:2], k.shape[-1], v.shape[-1])
+    if state_DHKV is not None:
+        state = state_DHKV.to(q.dtype)[chunks.rank_D]
+    outputs = []
+    parts = (x.split(chunks.active) for x in (W, U, q_in, attend, k_out, decay_out))
+    for W_s, U_s, q_s, attend_s, k_s, decay_s in zip(*parts, strict=True):
+        now, done = state.split([len(W_s), D - len(W_s)])
+        update = U_s - W_s @ now
+        outputs.append(q_s @ now + attend_s @ update)
+        state = torch.cat([decay_s * now + k_s.transpose(2, 3) @ update, done])
+    o_NCHV = torch.cat(outputs).transpose(1, 2)
+    inside = chunks.index_NC < len(q_MHK)
+    o_MHV = v_MHV.new_zeros(v_MHV.shape, dtype=q.dtype).index_copy(0, chunks.index_NC[inside], o_NCHV[inside])
+    return o_MHV.to(dtype), torch.empty_like(state).index_copy(0, chunks.rank_D, state)
+
+
+def index_scores(
+    q_BTNK: torch.Tensor, k_BSK: torch.Tensor, weight_BTN: torch.Tensor
+) -> torch.Tensor:
+    """Lightning-indexer scores [B, T, S] in fp32: sum over index heads of weight * relu(K ** -0.5 q . k)."""
+    dots_BTNS = torch.einsum("btnk,bsk->btns", _wide(q_BTNK), _wide(k_BSK)) * q_BTNK.shape[-1] ** -0.5
+    return torch.einsum("btns,btn->bts", F.relu(dots_BTNS), _wide(weight_BTN))
+
+
+@torch.no_grad()
+def index_topk(score_BTS: torch.Tensor, mask_BTS: torch.Tensor, k: int) -> torch.Tensor:
+    """The k best visible keys of every query, ascending; -1 where fewer are visible. int64 [B, T, min(k, S)].
+
+    Of equal scores (ReLU makes many zeros) the earlier key wins, so that the choice does not depend on how the
+    sequence was cut into calls.
+    """
+    S = score_BTS.shape[-1]
+    k = min(k, S)
+    score = score_BTS.masked_fill(~mask_BTS, -torch.inf)
+    threshold = score.topk(k, dim=-1).values[..., -1:]
+    above = score > threshold
+    tied = (score == threshold) & mask_BTS
+    chosen = above | (tied & (tied.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+    # The largest of S - position are the earliest chosen positions, in ascending order.
+    place = S - torch.arange(S, device=score.device)
+    first = torch.where(chosen, place, 0).topk(k, dim=-1).values
+    return torch.where(first > 0, S - first, -1)
+
+
+def selection_mask(index_BTK: torch.Tensor, mask_BTS: torch.Tensor) -> torch.Tensor:
+    """bool [B, T, S]: the keys listed in `index_topk`'s result that are also visible."""
+    S = mask_BTS.shape[-1]
+    chosen = torch.zeros(*mask_BTS.shape[:-1], S + 1, dtype=torch.bool, device=mask_BTS.device)
+    chosen.scatter_(-1, torch.where(index_BTK < 0, S, index_BTK), True)
+    return chosen[..., :S] & mask_BTS
+
+
+def attention(
+    q_BNTK: torch.Tensor,
+    k_BNSK: torch.Tensor,
+    v_BNSV: torch.Tensor,
+    mask_BTS: torch.Tensor,
+    scale: float,
+    fused: bool,
+) -> torch.Tensor:
+    """Masked softmax attention [B, N, T, V]: softmax in fp32, probabilities rounded to the query dtype.
+
+    fused: torch's scaled_dot_product_attention instead of the explicit product (same mathematics, less memory).
+    """
+    if fused:
+        return F.scaled_dot_product_attention(q_BNTK, k_BNSK, v_BNSV, attn_mask=mask_BTS.unsqueeze(1), scale=scale)
+    score = (q_BNTK @ k_BNSK.transpose(2, 3)) * scale
+    score = score.masked_fill(~mask_BTS.unsqueeze(1), -torch.inf)
+    return torch.softmax(_wide(score), dim=-1).to(q_BNTK.dtype) @ v_BNSV
+
+
+def route(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor,
+    top_k: int,
+    *,
+    activation: str = "sigmoid",
+    renormalize: bool = True,
+    scaling_factor: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose `top_k` experts per token: ids_TS int64 and weights_TS in the dtype of the logits (fp32 or wider).
+
+    Scores are the sigmoid or softmax of the logits. The bias takes part in the choice only: weights are the plain
+    scores, divided by their sum when `renormalize`, times `scaling_factor`. With groups > 1, experts can be chosen
+    only from the `top_groups` groups whose two best biased scores have the largest sum (noaux_tc of DeepSeek-V3).
+    """
+    score_TE = logits_TE.sigmoid() if activation == "sigmoid" else logits_TE.softmax(-1)
+    choice_TE = score_TE.detach() + bias_E.detach()
+    if groups > 1:
+        choice_TGe = choice_TE.unflatten(-1, (groups, -1))
+        group_TG = choice_TGe.topk(min(2, choice_TGe.shape[-1]), dim=-1).values.sum(-1)
+        kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+        kept_TG.scatter_(-1, group_TG.topk(top_groups, dim=-1).indices, True)
+        choice_TE = choice_TGe.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids_TS = choice_TE.topk(top_k, dim=-1).indices
+    weights_TS = score_TE.gather(-1, ids_TS)
+    if renormalize:
+        weights_TS = weights_TS / (weights_TS.sum(-1, keepdim=True) + 1e-20)
+    return ids_TS, weights_TS * scaling_factor
+
+
+class LowRank(NamedTuple):
+    """One adapter on a stack of matrices: adds `scaling * B_e A_e` to the matrix of expert e."""
+
+    a_ErI: torch.Tensor
+    b_EOr: torch.Tensor
+    scaling: float
+
+
+class ExpertMatrices(NamedTuple):
+    """One matrix per expert and the adapters on it.
+
+    weight: float [E, O, I], or MXFP4 bytes uint8 [E, O, I / 2] with `scale` uint8 [E, O, I / 32].
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    adapters: tuple[LowRank, ...] = ()
+
+
+class GroupedMatmul(torch.autograd.Function):
+    """y_RO[r] = W_e x_RI[r]: rows are sorted by expert, `counts[e]` of them belong to expert e.
+
+    Float weights are cast to the dtype of x and get a gradient if they require one. MXFP4 weights are decoded to
+    that dtype, a bounded number of experts at a time, in forward and again in backward: only their bytes are saved.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x_RI: torch.Tensor, weight_EOI: torch.Tensor, scale: torch.Tensor | None, counts: list[int]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight_EOI, scale)
+        ctx.counts = counts
+        y_RO = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
+        for rows, weight_OI in _matrices_with_rows(weight_EOI, scale, counts, x_RI.dtype):
+            torch.mm(x_RI[rows], weight_OI.T, out=y_RO[rows])
+        return y_RO
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_RO: torch.Tensor):
+        x_RI, weight_EOI, scale = ctx.saved_tensors
+        grad_RI = grad_EOI = None
+        if ctx.needs_input_grad[0]:
+            width = weight_EOI.shape[2] * (1 if scale is None else 2)
+            grad_RI = grad_RO.new_empty(grad_RO.shape[0], width)
+            for rows, weight_OI in _matrices_with_rows(weight_EOI, scale, ctx.counts, grad_RO.dtype):
+                torch.mm(grad_RO[rows], weight_OI, out=grad_RI[rows])
+        if ctx.needs_input_grad[1]:
+            grad_EOI = torch.zeros_like(weight_EOI, memory_format=torch.contiguous_format)
+            for expert, rows in _row_ranges(ctx.counts):
+                grad_EOI[expert] = grad_RO[rows].T @ x_RI[rows]
+        return grad_RI, grad_EOI, None, None
+
+
+def _row_ranges(counts: list[int]) -> list[tuple[int, slice]]:
+    """(expert, its rows) of every expert that has rows."""
+    ends = accumulate(counts)
+    return [(expert, slice(end - n, end)) for expert, (n, end) in enumerate(zip(counts, ends, strict=True)) if n]
+
+
+def _matrices_with_rows(
+    weight_EOI: torch.Tensor, scale: torch.Tensor | None, counts: list[int], dtype: torch.dtype
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, float matrix [O, I]) of every expert that has rows."""
+    ranges = _row_ranges(counts)
+    if scale is None:
+        for expert, rows in ranges:
+            yield rows, weight_EOI[expert].to(dtype)
+        return
+    matrix_bytes = weight_EOI[0].numel() * 2 * torch.promote_types(dtype, torch.float32).itemsize
+    chunk = max(1, DECODED_BYTES // matrix_bytes)
+    for first in range(0, len(ranges), chunk):
+        experts, rows = zip(*ranges[first : first + chunk], strict=True)
+        decoded = decode(weight_EOI[list(experts)], scale[list(experts)], dtype)
+        yield from zip(rows, decoded, strict=True)
+
+
+def grouped_linear(x_RI: torch.Tensor, matrices: ExpertMatrices, counts: list[int]) -> torch.Tensor:
+    """Rows sorted by expert times each expert's matrix, adapters included: [R, O] in the dtype of x.
+
+    Adapter products are taken in the wider of the dtypes of x and of the adapter (fp32 masters are not rounded),
+    added to the base product there, and rounded once.
+    """
+    y_RO = GroupedMatmul.apply(x_RI, matrices.weight, matrices.scale, counts)
+    for a_ErI, b_EOr, scaling in matrices.adapters:
+        wide = torch.promote_types(x_RI.dtype, a_ErI.dtype)
+        low_Rr = GroupedMatmul.apply(x_RI.to(wide), a_ErI.to(wide), None, counts)
+        y_RO = y_RO + scaling * GroupedMatmul.apply(low_Rr, b_EOr.to(wide), None, counts)
+    return y_RO.to(x_RI.dtype)
+
+
+def expert_mlp(
+    x_TL: torch.Tensor,
+    ids_TS: torch.Tensor,
+    weights_TS: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    config,
+) -> torch.Tensor:
+    """Weighted sum over the chosen experts of W_down,e act(W_gate,e x, W_up,e x): [T, L] in the dtype of x.
+
+    gate_up: [E, 2F, L], gate rows first; down: [E, L, F]; `config` names the activation. Every expert's output is
+    rounded to the dtype of x; the sum over the slots S is taken in fp32 in their order and rounded once, so it does
+    not change from run to run.
+    """
+    tokens, slots = ids_TS.shape
+    order_R = ids_TS.flatten().argsort(stable=True)
+    counts = torch.bincount(ids_TS.flatten(), minlength=gate_up.weight.shape[0]).tolist()
+    # Indexing a view with one row per slot: its backward writes every row once and sums over the slots in fp32.
+    # Indexing tokens would add up the slots of a token in the activation dtype, on GPUs in any order.
+    x_RL = x_TL.unsqueeze(1).expand(-1, slots, -1)[order_R // slots, order_R % slots]
+    gate_RF, up_RF = grouped_linear(x_RL, gate_up, counts).chunk(2, dim=-1)
+    y_RL = grouped_linear(glu(gate_RF, up_RF, config), down, counts)
+    y_TSL = y_RL[order_R.argsort()].unflatten(0, (tokens, slots))
+    return (_wide(y_TSL) * _wide(weights_TS).unsqueeze(-1)).sum(1).to(x_TL.dtype)

@@ -1,0 +1,180 @@
+"""What a run leaves on disk, written so that a crash at any moment leaves the old files or the new ones.
+
+    output_dir/
+      adapter_config.json  adapter_model.safetensors  base_model.json  README.md      the adapter, ready to share
+      run.yaml  metrics.jsonl  training.png                                           how it was made
+      checkpoint-000100/   the adapter and state.pt: optimizer, random state, position in the data
+"""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from huggingface_hub import HfApi
+from peft import PeftModel, set_peft_model_state_dict
+from safetensors.torch import load_file
+
+from modeling_latentmoe.training.lora import BASE_FILE
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", BASE_FILE)
+RUN_FILES = (*ADAPTER_FILES, "README.md", "run.yaml", "metrics.jsonl", "training.png")
+TEMPORARY = ".partial"
+# a resumed run may differ from the interrupted one in these alone
+FREE_ON_RESUME = {"resume", "overwrite", "push_to_hub", "log_with", "eval_every", "save_every", "output_dir", "keep"}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step: under a temporary name, then renamed."""
+    partial = path.with_name(path.name + TEMPORARY)
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, resume: bool) -> Path | None:
+    """Refuse a folder in use; with `resume`, return the checkpoint to continue from. Changes nothing.
+
+    `settings` are the run's arguments; a resumed run must have those it was started with. Raises ValueError that
+    names the switch.
+    """
+    folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir {folder} is a file")
+    if resume:
+        checkpoint = latest_checkpoint(folder)
+        check_same_run(folder, settings)
+        return checkpoint
+    if folder.exists() and any(folder.iterdir()) and not overwrite:
+        raise ValueError(
+            f"--output_dir {folder} is in use: choose another folder, or give --resume to continue the run in it or "
+            "--overwrite to replace it"
+        )
+    return None
+
+
+def start_output(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the folder of a new run, without anything that an earlier run left there, and save its settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_run(folder)
+    write_text(folder / "run.yaml", yaml.safe_dump(settings, sort_keys=False))
+
+
+def remove_run(folder: Path) -> None:
+    """Delete what an earlier run left in the folder, and nothing else."""
+    for file in RUN_FILES:
+        (folder / file).unlink(missing_ok=True)
+    for path in [*folder.glob("checkpoint-*"), *folder.glob(f"*{TEMPORARY}")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def latest_checkpoint(folder: Path) -> Path:
+    """The newest complete checkpoint of a run; ValueError if there is none."""
+    found = sorted(path for path in folder.glob("checkpoint-*") if path.suffix != TEMPORARY)
+    if not found:
+        raise ValueError(f"--resume: there is no checkpoint in --output_dir {folder}")
+    return found[-1]
+
+
+def check_same_run(folder: Path, settings: dict[str, Any]) -> None:
+    """ValueError where an argument differs from the ones that the run in `folder` was started with."""
+    started = yaml.safe_load((folder / "run.yaml").read_text())
+    for name, value in settings.items():
+        if name not in FREE_ON_RESUME and started.get(name) != value:
+            raise ValueError(f"--resume: --{name} is {value} but the run in {folder} has {started.get(name)}")
+
+
+def save_adapter(model: PeftModel, folder: Path, identity: dict[str, str]) -> None:
+    """Write the adapter, in PEFT's standard files, and beside it which base model it belongs to."""
+    partial = folder / f"adapter{TEMPORARY}"
+    model.save_pretrained(partial, is_main_process=True)
+    write_text(partial / BASE_FILE, json.dumps(identity, indent=2) + "\n")
+    for file in ADAPTER_FILES:
+        os.replace(partial / file, folder / file)
+    shutil.rmtree(partial)
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    model: PeftModel,
+    folder: Path,
+    identity: dict[str, str],
+    optimizer: torch.optim.Optimizer,
+    data: dict[str, int],
+    progress: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write checkpoint-<step> and remove all but the newest `keep`; every process calls it.
+
+    `data` is this process' position in its data, `progress` the loop's own counters, with "step".
+    """
+    ranks = gather_object([{"data": data, "torch": torch.get_rng_state()}])
+    final = folder / f"checkpoint-{progress['step']:06d}"
+    if accelerator.is_main_process:
+        partial = folder / (final.name + TEMPORARY)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        save_adapter(model, partial, identity)
+        torch.save({"optimizer": optimizer.state_dict(), "ranks": ranks, "progress": progress}, partial / "state.pt")
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        complete = sorted(path for path in folder.glob("checkpoint-*") if path.suffix != TEMPORARY)
+        for old in complete[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def load_checkpoint(
+    accelerator: Accelerator, checkpoint: Path, model: PeftModel, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Put adapter, optimizer and random state back; returns this process' data position and the loop's counters."""
+    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    if len(state["ranks"]) != accelerator.num_processes:
+        raise ValueError(
+            f"--resume: {checkpoint} was written by {len(state['ranks'])} processes, this run has "
+            f"{accelerator.num_processes}"
+        )
+    result = set_peft_model_state_dict(model, load_file(checkpoint / "adapter_model.safetensors"))
+    assert not result.unexpected_keys, result.unexpected_keys
+    optimizer.load_state_dict(state["optimizer"])
+    mine = state["ranks"][accelerator.process_index]
+    torch.set_rng_state(mine["torch"])
+    return mine["data"], state["progress"]
+
+
+class Interrupt:
+    """Turns the first Ctrl-C (or SIGTERM) into `asked`, which the loop reads between steps; a second one ends it."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> "Interrupt":
+        self.previous = {number: signal.signal(number, self.ask) for number in self.SIGNALS}
+        return self
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self.__exit__(None, None, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload a finished run, without its checkpoints, to the Hub model repository `repo`; returns its address."""
+    api = HfApi()
+    api.create_repo(repo, exist_ok=True)
+    api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(RUN_FILES), commit_message="Adapter")
+    return f"{api.endpoint}/{repo}"

@@ -1,0 +1,236 @@
+"""Which parts of the model LoRA adapts, at which rank, with which learning rate; and how an adapter is read back.
+
+Everything is stock PEFT (creation, names, files), so any PEFT reader restores an adapter. The routed experts are
+adapted through `target_parameters`; the model itself multiplies their factors, see moe.py.
+The image projector gets plain LoRA on its two linear layers and not `modules_to_save`: the file then holds nothing
+but LoRA factors, which is what servers accept, and stays small (its two matrices have 46 million weights in the
+released model).
+
+PEFT internals are touched here and in moe.py only.
+"""
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
+from torch import Tensor, nn
+
+DENSE_TARGETS = (
+    "q_proj k_proj v_proj o_proj g_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj gate_proj up_proj down_proj "
+    "routed_expert_down_proj routed_expert_up_proj"
+).split()
+EXPERT_TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
+PROJECTOR_TARGETS = ["mm_projector.proj.0", "mm_projector.proj.2"]
+# adapted only by a target that names them: "q_proj" never reaches into an indexer
+PROTECTED = {"mm_projector", "indexer", "lm_head"}
+BASE_FILE = "base_model.json"
+# config fields that do not change which model it is
+VOLATILE = {"_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version"}
+
+
+def add_adapter(
+    model: nn.Module,
+    *,
+    r: int,
+    lora_alpha: float,
+    expert_rank: int,
+    target_modules: list[str] | None = None,
+    train_projector: bool = False,
+) -> PeftModel:
+    """Freeze `model` and put fp32 LoRA factors beside its weights, in place.
+
+    `target_modules` are the last parts of module names, and "experts.gate_up_proj" / "experts.down_proj" for the
+    routed experts; None takes all default targets that the model has. Dense layers get rank `r`, every routed expert
+    rank `expert_rank`; all are scaled by lora_alpha / r. Raises ValueError that names the switch.
+    """
+    if min(r, expert_rank) < 1:
+        raise ValueError(f"--r {r} and --expert_rank {expert_rank} must be at least 1")
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers = [name for name in linear if not is_part(name, {"vision_tower"})]
+    stacks = [name for name, _ in model.named_parameters() if ends_in_any(name, EXPERT_TARGETS)]
+    if target_modules is None:
+        targets = [target for target in DENSE_TARGETS + EXPERT_TARGETS if reached(target, layers + stacks)]
+    else:
+        targets = list(dict.fromkeys(target_modules))
+    if train_projector:
+        targets += PROJECTOR_TARGETS
+    for target in targets:
+        if not reached(target, layers + stacks):
+            raise ValueError(f"--target_modules {target}: {why_not(target, model, layers + stacks)}")
+    if not targets:
+        raise ValueError("--target_modules names nothing to adapt")
+    dense = {target: reached(target, layers) for target in targets if reached(target, layers)}
+    experts = {target: reached(target, stacks) for target in targets if reached(target, stacks)}
+    chosen = {name for names in dense.values() for name in names}
+    excluded = [name for name in linear if ends_in_any(name, dense) and name not in chosen]
+    config = LoraConfig(
+        r=r,
+        lora_alpha=lora_alpha,
+        # PEFT has no dropout on stacked parameters
+        lora_dropout=0.0,
+        target_modules=list(dense),
+        exclude_modules=excluded or None,
+        target_parameters=list(experts) or None,
+        rank_pattern={re.escape(target): expert_rank for target in experts},
+        # alpha / rank is then the same number everywhere
+        alpha_pattern={re.escape(target): lora_alpha * expert_rank / r for target in experts},
+    )
+    with warnings.catch_warnings():
+        # PEFT says that patterns for stacked parameters are ignored; they are not, as is checked below
+        warnings.filterwarnings("ignore", message=".*(rank_pattern|alpha_pattern).*")
+        peft_model = get_peft_model(model, config)
+    check_adapter(peft_model, chosen, experts, r, expert_rank, lora_alpha / r)
+    return peft_model
+
+
+def is_part(name: str, parts: set[str]) -> bool:
+    """Whether the module of this full name is, or lies in, one of `parts`."""
+    return not parts.isdisjoint(name.split("."))
+
+
+def ends_in_any(name: str, targets: Iterable[str]) -> bool:
+    """Whether `name` ends in one of the targets, at a module boundary: PEFT's rule."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def reached(target: str, names: list[str]) -> list[str]:
+    """The full names that `target` stands for: those that end in it, protected parts only if it names them."""
+    closed = PROTECTED - set(target.split("."))
+    return [name for name in names if ends_in_any(name, [target]) and not is_part(name, closed)]
+
+
+def why_not(target: str, model: nn.Module, names: list[str]) -> str:
+    """What to say about a target that stands for nothing."""
+    found = {name: module for name, module in model.named_modules() if ends_in_any(name, [target])}
+    for name, module in found.items():
+        if not isinstance(module, nn.Linear):
+            kind = "the router" if name.endswith("block_sparse_moe.gate") else f"a {type(module).__name__}"
+            return f"{name} is {kind}, not a linear layer, and LoRA cannot adapt it"
+        if is_part(name, {"vision_tower"}):
+            return "it lies in the vision tower, which stays frozen"
+        return f"it lies in a part that must be named: {'.'.join(name.split('.')[-2:])}"
+    known = {name.rpartition(".")[2] for name in names if not is_part(name, PROTECTED | {"experts"})}
+    known |= {target for target in EXPERT_TARGETS if reached(target, names)}
+    return f"the model has no such module; it has {' '.join(sorted(known))}"
+
+
+def check_adapter(
+    peft_model: PeftModel, chosen: set[str], experts: dict[str, list[str]], r: int, expert_rank: int, scale: float
+) -> None:
+    """Assert that PEFT adapted exactly the chosen layers and stacks, at the ranks and the scale asked for."""
+    seen: dict[str, int] = {}
+    for name, module in peft_model.base_model.model.named_modules():
+        if "default" in getattr(module, "lora_A", {}):
+            parameter = getattr(module, "parameter_name", None)
+            full = name.replace(".base_layer", "")
+            seen[f"{full}.{parameter}" if parameter else full] = module.r["default"]
+            assert abs(module.scaling["default"] - scale) < 1e-9, f"{name}: scale {module.scaling}"
+    stacks = {name for names in experts.values() for name in names}
+    expected = dict.fromkeys(chosen, r) | dict.fromkeys(stacks, expert_rank)
+    assert seen == expected, f"PEFT adapted other layers: {sorted(seen.items() ^ expected.items())[:5]}"
+    for name, parameter in peft_model.named_parameters():
+        assert not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64), f"{name} is not fp32"
+
+
+def parameter_groups(model: nn.Module, rates: dict[str, float]) -> list[dict]:
+    """Optimizer groups of the trainable parameters: "kda", "attention", "experts", "projector" and "dense" (the rest).
+
+    `rates` gives each group's peak learning rate; a group without parameters is left out. Works on the wrapped model.
+    """
+    layer_types = model.config.get_text_config().layer_types
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members[group_of(name, layer_types)].append(parameter)
+    return [{"name": n, "params": p, "lr": rates[n], "peak_lr": rates[n]} for n, p in members.items() if p]
+
+
+def group_of(name: str, layer_types: list[str]) -> str:
+    """The learning-rate group of a parameter, by its full name."""
+    layer = re.search(r"\.layers\.(\d+)\.(self_attn)?", name)
+    if "mm_projector" in name:
+        return "projector"
+    if ".experts." in name:
+        return "experts"
+    if layer and layer[2]:
+        return "kda" if layer_types[int(layer[1])] == "linear_attention" else "attention"
+    return "dense"
+
+
+def trainable_line(model: nn.Module, groups: list[dict]) -> str:
+    """How many weights train, in all and by group; packed weights count as the numbers they stand for."""
+    total = sum(weights(parameter) for name, parameter in model.named_parameters() if not name.endswith("_scale"))
+    counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in groups}
+    train = sum(counts.values())
+    parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return f"trainable parameters: {train:,} of {total:,} = {100 * train / total:.2f} % ({parts})"
+
+
+def weights(parameter: nn.Parameter) -> int:
+    """Number of weights that a parameter stands for: packed bytes carry their logical shape."""
+    return getattr(parameter, "ds_shape", parameter.shape).numel()
+
+
+def base_identity(model: nn.Module, name: str) -> dict[str, str]:
+    """What tells one base model from another: its name, and a digest of its config and of its last norm's weights.
+
+    Neither the dtype of the weights nor packed or unpacked experts change the digest.
+    """
+    config = model.config.to_dict()
+    for part in (config, config.get("text_config", {}), config.get("vision_config") or {}):
+        for field in VOLATILE:
+            part.pop(field, None)
+    norm = next(p for n, p in model.named_parameters() if n.endswith("language_model.model.norm.weight"))
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    digest.update(norm.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return {"base_model": name, "digest": digest.hexdigest()}
+
+
+def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> PeftModel:
+    """Put the adapter of folder or Hub id `adapter` on `model`, strictly.
+
+    Raises ValueError where it belongs to another base model or where one tensor of the file is not used.
+    """
+    folder = Path(adapter)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE]))
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise ValueError(f"adapter {adapter}: {file} is missing")
+    if (folder / BASE_FILE).is_file():
+        made_for = json.loads((folder / BASE_FILE).read_text())
+        if made_for["digest"] != base_identity(model, "")["digest"]:
+            raise ValueError(f"adapter {adapter} was made for another base model ({made_for['base_model']})")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*(rank_pattern|alpha_pattern|missing adapter keys).*")
+            peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+    except RuntimeError as error:
+        raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    used = set(get_peft_model_state_dict(peft_model))
+    if stored != used:
+        odd = sorted(stored ^ used)
+        raise ValueError(f"adapter {adapter}: {len(odd)} tensors do not fit the model, for example {odd[0]}")
+    return peft_model
+
+
+def snapshot(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """A copy of the parameters' values."""
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@torch.no_grad()
+def restore(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    """Put a snapshot back."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

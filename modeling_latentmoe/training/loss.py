@@ -1,0 +1,68 @@
+"""The loss rule: every trained token of a step weighs the same, wherever it is computed.
+
+Shapes: B batch, T tokens, V vocab, E experts.
+
+A step accumulates micro-batches on each of `dp_size` processes. With n the number of trained tokens of all of them
+together, the loss of the step is (sum of all token losses) / n. Each process backpropagates
+
+    dp_size * (sum of its token losses) / n
+
+because the gradients of replicated parameters are then averaged over the processes. n is therefore known before the
+first forward of the step.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+IGNORE = -100
+
+
+def count_loss_tokens(labels_BT: Tensor) -> int:
+    """Number of positions that are predicted: labels are shifted by one, so the first of a row never is."""
+    return int((labels_BT[:, 1:] != IGNORE).sum())
+
+
+def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Sum (not mean) of the cross-entropies of the predicted positions, at least in fp32; 0 when there is none."""
+    targets_BT = labels_BT[:, 1:]
+    chosen_BT = targets_BT != IGNORE
+    logits_NV = logits_BTV[:, :-1][chosen_BT]
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(logits_NV, targets_BT[chosen_BT], reduction="sum")
+
+
+def global_sum(accelerator: Accelerator, *counts: int) -> list[int]:
+    """Each count summed over all processes, in one exchange."""
+    total = accelerator.reduce(torch.tensor(counts, device=accelerator.device), reduction="sum")
+    return total.tolist()
+
+
+def backpropagate(
+    accelerator: Accelerator, model: nn.Module, window: list[dict[str, Tensor]], n_tokens: int
+) -> tuple[float, Tensor]:
+    """Forward and backward of this process' micro-batches of one step.
+
+    `window` holds batches of model arguments with `labels`; `n_tokens` is the number of trained tokens of all
+    processes. Returns the loss of the whole step (the same number on every process) and this process' expert load,
+    int64 [MoE layers, E].
+    """
+    # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole window
+    scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    load = 0
+    for i, batch in enumerate(window):
+        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+        labels_BT = batch.pop("labels")
+        # gradients travel between processes once per step, with the last micro-batch
+        with nullcontext() if i == len(window) - 1 else accelerator.no_sync(model):
+            output = model(**batch)
+            batch_loss = token_loss_sum(output.logits, labels_BT)
+            accelerator.backward(batch_loss * scale)
+        loss_sum += batch_loss.detach().double().cpu()
+        load = load + output.expert_load
+    total = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
+    return float(total) / n_tokens, load

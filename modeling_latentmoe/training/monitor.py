@@ -1,0 +1,187 @@
+"""What a run says and writes down: progress bar, metrics.jsonl, a picture, the model card, one voice for errors."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from modeling_latentmoe.training.checkpoint import TEMPORARY, write_text
+
+BAR = "{percentage:3.0f}%|{bar:24}| {desc} [{elapsed}<{remaining}]"
+
+
+class Metrics:
+    """Records of a run, one JSON object a line in metrics.jsonl; only the process with `active` writes."""
+
+    def __init__(self, folder: Path, active: bool, first_step: int = 0) -> None:
+        self.file, self.active = folder / "metrics.jsonl", active
+        self.records: list[dict[str, Any]] = []
+        if first_step and active:
+            # steps after the checkpoint are done again
+            lines = self.file.read_text().splitlines()
+            self.records = [record for record in map(json.loads, lines) if record["step"] <= first_step]
+            write_text(self.file, "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def add(self, **values: float) -> None:
+        self.records.append(values)
+        if self.active:
+            with self.file.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of all records that hold `name`."""
+        records = [record for record in self.records if name in record]
+        return [record["step"] for record in records], [record[name] for record in records]
+
+
+class Progress:
+    """A progress bar over the share of the run that is done, with loss, speed and time left."""
+
+    def __init__(self, done: float, active: bool) -> None:
+        # a log file gets a line now and then instead of an animation
+        interval = 0.1 if sys.stderr.isatty() else 10
+        self.bar = tqdm(total=1.0, initial=done, bar_format=BAR, disable=not active, mininterval=interval)
+
+    def update(self, done: float, step: int, loss: float, tokens_per_s: float) -> None:
+        self.bar.set_description_str(f"step {step}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s", refresh=False)
+        self.bar.update(min(done, 1.0) - self.bar.n)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def load_imbalance(load: Tensor) -> float:
+    """Busiest expert over the average one, in the worst layer, of a load [MoE layers, E]; 0 without experts."""
+    if not load.numel():
+        return 0.0
+    load = load.double()
+    return float((load.amax(-1) / load.mean(-1).clamp(min=1)).max())
+
+
+def draw(metrics: Metrics, load: Tensor, path: Path) -> None:
+    """A picture of loss, accuracy and expert load (int64 [MoE layers, E], rows routed in the whole run)."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"matplotlib is not installed: {path.name} is not drawn", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    left.plot(*metrics.series("loss"), label="training")
+    left.plot(*metrics.series("eval_loss"), "o-", label="held out")
+    left.set(xlabel="step", ylabel="loss per token", title="Loss")
+    left.legend()
+    middle.plot(*metrics.series("eval_accuracy"), "o-")
+    middle.set(xlabel="step", ylabel="exact answers", ylim=(0, 1), title="Held-out accuracy")
+    if load.numel():
+        share = load.double() / load.double().mean(-1, keepdim=True).clamp(min=1)
+        image = right.imshow(share, aspect="auto", vmin=0)
+        figure.colorbar(image, label="rows, relative to the layer's mean")
+    right.set(xlabel="expert", ylabel="MoE layer", title="Expert load")
+    partial = path.with_name(path.name + TEMPORARY)
+    figure.savefig(partial, format="png", dpi=110)
+    pyplot.close(figure)
+    os.replace(partial, path)
+
+
+CARD = """---
+{base_model}library_name: peft
+pipeline_tag: image-text-to-text
+tags:
+- lora
+- latentmoe
+---
+
+# {title}
+
+A LoRA adapter of `{base}`, trained on `{dataset}` for {steps} steps.
+
+{table}
+Ask it something:
+
+```bash
+python scripts/generate.py --model {base} --adapter {adapter} --image picture.png --question "{question}"
+```
+
+or, with nothing but transformers and PEFT:
+
+```python
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+base = AutoModelForImageTextToText.from_pretrained("{base}", trust_remote_code=True)
+processor = AutoProcessor.from_pretrained("{base}", trust_remote_code=True)
+model = PeftModel.from_pretrained(base, "{adapter}")
+
+question = [{{"type": "image", "image": Image.open("picture.png")}}, {{"type": "text", "text": "{question}"}}]
+inputs = processor.apply_chat_template(
+    [{{"role": "user", "content": question}}],
+    add_generation_prompt=True, thinking={thinking}, tokenize=True, return_dict=True, return_tensors="pt",
+)
+output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+print(processor.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
+```
+
+It was made by
+
+```bash
+{command}
+```
+
+Settings are in `run.yaml`, every step in `metrics.jsonl`.
+
+![loss, accuracy and expert load](training.png)
+"""
+
+
+def model_card(
+    metrics: Metrics, *, base: str, adapter: str, dataset: str, question: str, thinking: bool, command: str
+) -> str:
+    """README.md of an adapter: results, and the exact commands to use it and to make it again."""
+    evaluations = [record for record in metrics.records if "eval_accuracy" in record]
+    steps = max((record["step"] for record in metrics.records), default=0)
+    table = ""
+    if evaluations:
+        rows = [("before", evaluations[0]), ("after", evaluations[-1])][: len(evaluations)]
+        cells = (
+            f"| {when} | {r['eval_accuracy']:.1%} | {r['eval_loss']:.4f} | {r['eval_samples']} |\n" for when, r in rows
+        )
+        table = "| | exact answers | loss per token | held-out samples |\n|---|---|---|---|\n" + "".join(cells)
+    return CARD.format(
+        # only a Hub id is a valid link there
+        base_model="" if Path(base).exists() else f"base_model: {base}\n",
+        base=base,
+        adapter=adapter,
+        title=adapter.rstrip("/").split("/")[-1],
+        dataset=dataset,
+        steps=steps,
+        table=table,
+        question=question.replace('"', "'").replace("\n", " "),
+        thinking=thinking,
+        command=command,
+    )
+
+
+def report_error(error: BaseException) -> None:
+    """Print one line to stderr; where several processes fail with the same mistake, only the first one speaks."""
+    if first_to_speak(os.environ):
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
+
+
+def first_to_speak(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first of its launch to ask, by a counter in the launcher's own store."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("WORLD_SIZE", "1") == "1":
+        return True
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20))
+    return store.add("latentmoe/errors", 1) == 1

@@ -1,0 +1,799 @@
+"""Make the tiny model that ships with the package: draw pictures, ask about them, train from random weights.
+
+    python scripts/make_tiny.py --out tiny --device cuda        made modeling_latentmoe/tiny
+    python scripts/make_tiny.py --out /tmp/tiny --steps 20 --recovery-steps 10 --batch-size 16    a quick look
+
+Everything the model ever sees is drawn here with PIL: coloured shapes, dots, strokes and curves. Chats ask
+for colour, kind, number and place, and for the ink along a row or a column: the tower has to keep detail.
+Sample i of a split is a function of (seed, split, i) alone, however many processes draw.
+
+Training has two stages: first everything in float, then the routed experts are rounded to MXFP4 and stay
+frozen while the rest recovers. In both, the indexer of the sparse-attention layers learns from the attention
+it serves (KL) and nothing else learns from the indexer. Experts are balanced by moving the selection bias.
+"""
+
+import argparse
+import math
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFilter
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+from transformers import PreTrainedModel, ProcessorMixin
+
+from modeling_latentmoe.chat_latentmoe import parse_message
+from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
+from modeling_latentmoe.image_processing_latentmoe import LatentMoEImageProcessor
+from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
+from modeling_latentmoe.mxfp4 import encode, storage_report
+from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
+from modeling_latentmoe.tokenization_latentmoe import tiny_tokenizer
+from modeling_latentmoe.training.data import Chat, encode_chat, encode_prompt, pad
+from modeling_latentmoe.training.loss import token_loss_sum
+
+# ---------------------------------------------------------------------------------------------- pictures
+
+SIZES = (56, 84, 112)
+SMOOTH = 4  # pictures are drawn this many times larger and averaged down
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (40, 160, 60),
+    "blue": (45, 80, 215),
+    "yellow": (235, 205, 40),
+    "purple": (140, 50, 170),
+    "orange": (242, 130, 30),
+    "black": (12, 12, 12),
+    "white": (248, 248, 248),
+}
+KINDS = ("circle", "square", "triangle", "diamond", "star", "cross", "moon")
+PLACES = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+CELLS = 8  # rows and columns of the ink questions
+INK_LEVELS = 4
+
+Point = tuple[float, float]
+Turn = tuple[str, str]  # question, answer
+
+
+def article(word: str) -> str:
+    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
+
+
+def outline_of(kind: str) -> list[Point]:
+    """Corners of a shape around the origin, radius about 1, y down."""
+
+    def around(n: int, radii: tuple[float, ...] = (1.0,), start: float = -90.0) -> list[Point]:
+        angles = [math.radians(start + 360 * i / n) for i in range(n)]
+        return [
+            (radii[i % len(radii)] * math.cos(a), radii[i % len(radii)] * math.sin(a))
+            for i, a in enumerate(angles)
+        ]
+
+    if kind == "circle":
+        return around(40)
+    if kind == "square":
+        return [(-0.82, -0.82), (0.82, -0.82), (0.82, 0.82), (-0.82, 0.82)]
+    if kind == "triangle":
+        return around(3, (1.1,))
+    if kind == "diamond":
+        return [(0, -1.15), (0.75, 0), (0, 1.15), (-0.75, 0)]
+    if kind == "star":
+        return around(10, (1.15, 0.48))
+    if kind == "cross":
+        a, b = 0.34, 1.0
+        corners = [
+            (-a, -b),
+            (a, -b),
+            (a, -a),
+            (b, -a),
+            (b, a),
+            (a, a),
+            (a, b),
+            (-a, b),
+            (-a, a),
+            (-b, a),
+            (-b, -a),
+            (-a, -a),
+        ]
+        return [(float(x), float(y)) for x, y in corners]
+    outer = [math.radians(50 + 260 * i / 30) for i in range(31)]
+    inner = [math.radians(300 - 240 * i / 30) for i in range(31)]
+    return [(math.cos(a), math.sin(a)) for a in outer] + [
+        (0.42 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in inner
+    ]
+
+
+def rotated(points: list[Point], degrees: float) -> list[Point]:
+    c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return [(c * x - s * y, s * x + c * y) for x, y in points]
+
+
+def smooth_path(points: list[Point], closed: bool) -> list[Point]:
+    """Catmull-Rom curve through the points, 12 steps between neighbours."""
+    n = len(points)
+    padded = [points[-1], *points, points[0], points[1]] if closed else [points[0], *points, points[-1]]
+    curve = []
+    for i in range(n if closed else n - 1):
+        p0, p1, p2, p3 = padded[i : i + 4]
+        for step in range(12):
+            t = step / 12
+            curve.append(
+                tuple(
+                    0.5
+                    * (
+                        2 * b
+                        + (c - a) * t
+                        + (2 * a - 5 * b + 4 * c - d) * t**2
+                        + (3 * b - a - 3 * c + d) * t**3
+                    )
+                    for a, b, c, d in zip(p0, p1, p2, p3, strict=True)
+                )
+            )
+    return [*curve, curve[0] if closed else points[-1]]
+
+
+class Canvas:
+    """A picture of `size` pixels in unit coordinates (0..1, y down), drawn large and averaged at the end."""
+
+    def __init__(self, size: int, mode: str, background: int | tuple[int, ...]) -> None:
+        self.size, self.large = size, size * SMOOTH
+        self.image = Image.new(mode, (self.large, self.large), background)
+        self.draw = ImageDraw.Draw(self.image)
+
+    def polygon(self, points: list[Point], colour: int | tuple[int, ...]) -> None:
+        self.draw.polygon([(x * self.large, y * self.large) for x, y in points], fill=colour)
+
+    def stroke(self, points: list[Point], colour: int | tuple[int, ...], width: float) -> None:
+        """A line with round joints and ends; `width` in unit coordinates."""
+        pen = max(1, round(width * self.large))
+        large = [(x * self.large, y * self.large) for x, y in points]
+        self.draw.line(large, fill=colour, width=pen)
+        for x, y in large:
+            self.draw.ellipse([x - pen / 2, y - pen / 2, x + pen / 2, y + pen / 2], fill=colour)
+
+    def finish(self) -> Image.Image:
+        return self.image.resize((self.size, self.size), Image.Resampling.BOX)
+
+
+def background_colour(rng: random.Random) -> tuple[int, int, int]:
+    """A grey that neither black nor white shapes vanish on, slightly tinted."""
+    grey = rng.randint(70, 185)
+    return tuple(max(0, min(255, grey + rng.randint(-10, 10))) for _ in range(3))
+
+
+def with_noise(rng: random.Random, image: Image.Image) -> Image.Image:
+    """Half of the pictures get some pixel noise or blur."""
+    if rng.random() < 0.3:
+        noise = np.random.default_rng(rng.getrandbits(32)).normal(0, rng.uniform(2, 12), (*image.size, 1))
+        pixels = np.asarray(image, dtype=np.float32)
+        noise = noise if pixels.ndim == 3 else noise[..., 0]
+        return Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
+    if rng.random() < 0.3:
+        return image.filter(ImageFilter.GaussianBlur(rng.uniform(0.2, 0.8) * image.width / 112))
+    return image
+
+
+# ---------------------------------------------------------------------------------------------- questions
+
+
+@dataclass(frozen=True)
+class Thing:
+    colour: str
+    kind: str
+    place: int
+    centre: Point
+    filled: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.colour} {self.kind}"
+
+
+def shapes(rng: random.Random, size: int) -> tuple[Image.Image, list[Turn]]:
+    """One to four coloured shapes in different ninths of the picture: colour, kind, number, place."""
+    background = background_colour(rng)
+    canvas = Canvas(size, "RGB", background)
+    count = rng.choice((1, 2, 3, 4))
+    names = rng.sample([(colour, kind) for colour in COLOURS for kind in KINDS], count)
+    things = []
+    for place, (colour, kind) in zip(sorted(rng.sample(range(9), count)), names, strict=True):
+        centre = tuple((axis + 0.5) / 3 + rng.uniform(-0.035, 0.035) for axis in (place % 3, place // 3))
+        radius = rng.uniform(0.105, 0.15)
+        if count == 1 and rng.random() < 0.4:
+            place, radius, centre = (
+                4,
+                rng.uniform(0.2, 0.4),
+                (rng.uniform(0.45, 0.55), rng.uniform(0.45, 0.55)),
+            )
+        things.append(Thing(colour, kind, place, centre, rng.random() < 0.7))
+        shade = tuple(max(0, min(255, value + rng.randint(-12, 12))) for value in COLOURS[colour])
+        corners = rotated(outline_of(kind), rng.uniform(-12, 12))
+        corners = [(centre[0] + radius * x, centre[1] + radius * y) for x, y in corners]
+        if things[-1].filled:
+            canvas.polygon(corners, shade)
+        else:
+            canvas.stroke([*corners, corners[0]], shade, radius * rng.uniform(0.2, 0.3))
+    turns = [question(rng, things) for question in rng.sample(SHAPE_QUESTIONS, rng.choice((1, 2, 3)))]
+    return with_noise(rng, canvas.finish()), turns
+
+
+def ask_colour(rng: random.Random, things: list[Thing]) -> Turn:
+    thing = rng.choice(things)
+    if len(things) == 1:
+        return "What colour is the shape?", thing.colour
+    if sum(other.kind == thing.kind for other in things) == 1 and rng.random() < 0.6:
+        return f"What colour is the {thing.kind}?", thing.colour
+    return f"What colour is the shape at the {PLACES[thing.place]}?", thing.colour
+
+
+def ask_kind(rng: random.Random, things: list[Thing]) -> Turn:
+    thing = rng.choice(things)
+    if len(things) == 1:
+        return "What shape is this?", thing.kind
+    if sum(other.colour == thing.colour for other in things) == 1 and rng.random() < 0.6:
+        return f"What shape is {thing.colour}?", thing.kind
+    return f"What shape is at the {PLACES[thing.place]}?", thing.kind
+
+
+def ask_count(rng: random.Random, things: list[Thing]) -> Turn:
+    if rng.random() < 0.3:
+        colour = rng.choice((rng.choice(things).colour, rng.choice(list(COLOURS))))
+        return f"How many {colour} shapes are there?", NUMBERS[
+            sum(thing.colour == colour for thing in things)
+        ]
+    return "How many shapes are there?", NUMBERS[len(things)]
+
+
+def ask_place(rng: random.Random, things: list[Thing]) -> Turn:
+    thing = rng.choice(things)
+    return f"Where is the {thing.name}?", PLACES[thing.place]
+
+
+def ask_content(rng: random.Random, things: list[Thing]) -> Turn:
+    place = rng.choice((rng.choice(things).place, rng.randrange(9)))
+    names = [article(thing.name) for thing in things if thing.place == place]
+    return f"What is at the {PLACES[place]}?", names[0] if names else "nothing"
+
+
+def ask_filled(rng: random.Random, things: list[Thing]) -> Turn:
+    thing = rng.choice(things)
+    return f"Is the {thing.name} filled?", "yes" if thing.filled else "no"
+
+
+def ask_order(rng: random.Random, things: list[Thing]) -> Turn:
+    first, second = rng.choices(things, k=2)
+    axis, word = rng.choice(((0, "left of"), (1, "above")))
+    # Compare ninths: within one row or column of them the answer would hang on a few pixels.
+    ninths = [(thing.place % 3, thing.place // 3)[axis] for thing in (first, second)]
+    if ninths[0] == ninths[1]:
+        return ask_place(rng, things)
+    return f"Is the {first.name} {word} the {second.name}?", "yes" if ninths[0] < ninths[1] else "no"
+
+
+def ask_all(rng: random.Random, things: list[Thing]) -> Turn:
+    return "Describe the picture.", ", ".join(
+        f"{article(thing.name)} at the {PLACES[thing.place]}" for thing in things
+    )
+
+
+SHAPE_QUESTIONS: list[Callable[[random.Random, list[Thing]], Turn]] = [
+    ask_colour,
+    ask_kind,
+    ask_count,
+    ask_place,
+    ask_content,
+    ask_filled,
+    ask_order,
+    ask_all,
+]
+
+
+def dots(rng: random.Random, size: int) -> tuple[Image.Image, list[Turn]]:
+    """None to nine equal dots, counted with a figure or a word."""
+    background = background_colour(rng)
+    canvas = Canvas(size, "RGB", background)
+    count, radius = rng.randrange(10), rng.uniform(0.04, 0.06)
+    colour = COLOURS[rng.choice(list(COLOURS))]
+    centres: list[Point] = []
+    while len(centres) < count:
+        centre = (rng.uniform(0.08, 0.92), rng.uniform(0.08, 0.92))
+        if all(math.dist(centre, other) > 3 * radius for other in centres):
+            centres.append(centre)
+            canvas.polygon(
+                [(centre[0] + radius * x, centre[1] + radius * y) for x, y in outline_of("circle")], colour
+            )
+    turns = [("How many dots are there?", str(count)), ("How many dots, in words?", NUMBERS[count])]
+    return with_noise(rng, canvas.finish()), rng.sample(turns, rng.choice((1, 2)))
+
+
+def trace(rng: random.Random, canvas: Canvas, width: float) -> list[Turn]:
+    """A line through two to five ninths, named from the end that is read first."""
+    path = [rng.randrange(9)]
+    for _ in range(rng.choice((1, 2, 2, 3, 3, 4))):
+        here = path[-1]
+        # Not over the middle of a third ninth, which the line would then also pass.
+        free = [
+            p
+            for p in range(9)
+            if p not in path and ((p + here) % 2 or (p % 3 + here % 3) % 2 or (p // 3 + here // 3) % 2)
+        ]
+        path.append(rng.choice(free))
+    path = path if path[0] < path[-1] else path[::-1]
+    anchors = [
+        ((p % 3 + 0.5) / 3 + rng.uniform(-0.05, 0.05), (p // 3 + 0.5) / 3 + rng.uniform(-0.05, 0.05))
+        for p in path
+    ]
+    canvas.stroke(smooth_path(anchors, closed=False) if rng.random() < 0.6 else anchors, 255, width)
+    return [
+        ("Trace the line.", ", ".join(PLACES[p] for p in path)),
+        ("Where does the line end?", f"{PLACES[path[0]]} and {PLACES[path[-1]]}"),
+    ]
+
+
+def ring(rng: random.Random, canvas: Canvas, width: float) -> list[Turn]:
+    """A wobbly loop, closed or with a gap to one of eight sides."""
+    side = rng.randrange(8)
+    gap = rng.choice((0, rng.uniform(50, 130)))
+    wobble, phase = rng.uniform(0, 0.15), rng.uniform(0, 6.28)
+    centre = (rng.uniform(0.45, 0.55), rng.uniform(0.45, 0.55))
+    radii = (rng.uniform(0.2, 0.38), rng.uniform(0.2, 0.38))
+    points = []
+    for i in range(61):
+        a = math.radians(45 * side + gap / 2 + (360 - gap) * i / 60)
+        r = 1 + wobble * math.sin(3 * a + phase)
+        points.append((centre[0] + radii[0] * r * math.cos(a), centre[1] + radii[1] * r * math.sin(a)))
+    canvas.stroke(points, 255, width)
+    sides = ("right", "bottom right", "bottom", "bottom left", "left", "top left", "top", "top right")
+    return [
+        ("Is the curve open or closed?", "open" if gap else "closed"),
+        ("Where is the gap?", sides[side] if gap else "nowhere"),
+    ]
+
+
+def lines(rng: random.Random, canvas: Canvas, width: float) -> list[Turn]:
+    """One to four straight lines side by side, level, upright or leaning."""
+    count, lean = rng.randint(1, 4), rng.randrange(4)
+    angle = 45 * lean + rng.uniform(-10, 10)
+    reach = rng.uniform(0.2, 0.4)
+    for i in range(count):
+        offset = (i - (count - 1) / 2) * rng.uniform(0.18, 0.24)
+        ends = [(-reach * rng.uniform(0.6, 1), offset), (reach * rng.uniform(0.6, 1), offset)]
+        canvas.stroke([(0.5 + x, 0.5 + y) for x, y in rotated(ends, angle)], 255, min(width, 0.1))
+    names = ("level", "falling", "upright", "rising")
+    return [("How many lines are there?", NUMBERS[count]), ("Which way do the lines go?", names[lean])]
+
+
+def scribble(rng: random.Random, canvas: Canvas, width: float) -> list[Turn]:
+    """Free curves, and blots: only their ink can be asked for."""
+    for _ in range(rng.choice((1, 1, 2))):
+        points = [(rng.uniform(0.12, 0.88), rng.uniform(0.12, 0.88)) for _ in range(rng.randint(2, 6))]
+        canvas.stroke(smooth_path(points, closed=len(points) > 2 and rng.random() < 0.3), 255, width)
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        x, y, r = rng.uniform(0.15, 0.85), rng.uniform(0.15, 0.85), rng.uniform(0.06, 0.2)
+        canvas.polygon([(x + r * a, y + r * b) for a, b in outline_of("circle")], rng.choice((0, 255)))
+    return []
+
+
+def ink_turns(rng: random.Random, ink: np.ndarray) -> list[Turn]:
+    """The amount of ink, 0 to 4, in the eight cells of a row or a column."""
+    cells = np.asarray(Image.fromarray(ink).resize((CELLS, CELLS), Image.Resampling.BOX), dtype=np.float32)
+    levels = np.rint(cells * (INK_LEVELS / 255)).astype(int)
+    k = rng.randrange(CELLS)
+    return [
+        (f"Show row {k + 1}.", " ".join(map(str, levels[k]))),
+        (f"Show column {k + 1}.", " ".join(map(str, levels[:, k]))),
+    ]
+
+
+def strokes(rng: random.Random, size: int) -> tuple[Image.Image, list[Turn]]:
+    """Grey curves, light on dark or dark on light, sharp or as coarse as a few pixels across."""
+    canvas = Canvas(size, "L", 0)
+    turns = rng.choice((trace, trace, ring, lines, scribble, scribble))(rng, canvas, rng.uniform(0.04, 0.16))
+    ink = np.asarray(canvas.finish())
+    turns = rng.sample(turns, 1) if turns and rng.random() < 0.8 else []
+    turns += rng.sample(ink_turns(rng, ink), 1 if turns else 2)
+    rng.shuffle(turns)
+    if rng.random() < 0.6:
+        coarse = Image.fromarray(ink).resize((rng.choice((8, 8, 10, 12, 16)),) * 2, Image.Resampling.BOX)
+        how = rng.choice((Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC))
+        ink = np.asarray(coarse.resize((size, size), how))
+    paper, pen = rng.choice(
+        ((rng.randint(0, 60), rng.randint(170, 255)), (rng.randint(190, 255), rng.randint(0, 80)))
+    )
+    if rng.random() < 0.4:
+        paper, pen = (0, 255) if pen > paper else (255, 0)
+    grey = (paper + (pen - paper) * (ink.astype(np.float32) / 255)).round().astype(np.uint8)
+    return with_noise(rng, Image.fromarray(grey)).convert("RGB"), turns
+
+
+def words(rng: random.Random) -> list[Turn]:
+    """Text alone: small sums and the words the pictures use."""
+    a, b = sorted((rng.randrange(10), rng.randrange(10)))
+    colour_of = {"grass": "green", "the sky": "blue", "snow": "white", "coal": "black", "a lemon": "yellow"}
+    thing, colour = rng.choice(list(colour_of.items()))
+    turns = [
+        (f"What is {b - a} plus {a}?", str(b)),
+        (f"What is {b} minus {a}?", str(b - a)),
+        (f"Which is larger, {a} or {b}?", str(b)),
+        (f"Write {NUMBERS[a]} as a digit.", str(a)),
+        (f"Write {a} as a word.", NUMBERS[a]),
+        (f"What colour is {thing}?", colour),
+    ]
+    return rng.sample(turns, rng.choice((1, 2)))
+
+
+def sample(seed: int, split: str, index: int, size: int) -> tuple[Image.Image | None, list[Turn], str]:
+    """(picture or None, turns, name of the scene): a function of its arguments alone."""
+    rng = random.Random(f"{seed}/{split}/{index}")
+    scene = rng.choices((shapes, strokes, dots, words), (45, 45, 6, 4))[0]
+    if scene is words:
+        return None, words(rng), "words"
+    image, turns = scene(rng, size)
+    return image, turns, scene.__name__
+
+
+# ---------------------------------------------------------------------------------------------- model
+
+
+def make_processor(seed: int) -> LatentMoEProcessor:
+    """The released image processing, and a byte-level BPE learnt from the questions and answers above."""
+    texts = [
+        text for i in range(4000) for turn in sample(seed, "vocabulary", i, SIZES[0])[1] for text in turn
+    ]
+    tags = ["message", " role", '="', "user", "assistant", "system", "response", "think"] * 200
+    sizes = [f"image {size}x{size}" for size in SIZES] * 200
+    tokenizer = tiny_tokenizer(texts + tags + sizes, vocab_size=512)
+    return LatentMoEProcessor(LatentMoEImageProcessor(), tokenizer)
+
+
+def make_config(processor: LatentMoEProcessor, packed: bool, index_topk: int) -> LatentMoEConfig:
+    """Every kind of layer at a size that trains in minutes on two CPU cores.
+
+    KDA (dense feed-forward), gated DSA with its own indexer, KDA, gated DSA that shares it, KDA, gated MLA.
+    """
+    tokenizer = processor.tokenizer
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|end_of_msg|>"),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 384,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_token": 4,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 64,
+        "routed_expert_hidden_size": 64,
+        "attn_res_block_size": 3,
+        "max_position_embeddings": 4096,
+        "linear_attn_config": {
+            "kda_layers": [1, 3, 5],
+            "full_attn_layers": [2, 4, 6],
+            "num_heads": 4,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+        },
+        "index_topk": index_topk,
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "indexer_types": ["none", "full", "none", "shared", "none", "none"],
+    }
+    vision = {
+        "vt_hidden_size": 128,
+        "vt_intermediate_size": 384,
+        "vt_num_hidden_layers": 4,
+        "vt_num_attention_heads": 4,
+        "qkv_hidden_size": 128,
+        "init_pos_emb_height": 8,
+        "init_pos_emb_width": 8,
+        "mm_hidden_size": 128,
+        "text_hidden_size": 128,
+    }
+    quantization = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    return LatentMoEConfig(
+        text_config=text | ids,
+        vision_config=vision,
+        media_placeholder_token_id=tokenizer.convert_tokens_to_ids("<|media_pad|>"),
+        **({"quantization_config": quantization} if packed else {}),
+        **ids,
+    )
+
+
+def moe_blocks(model: nn.Module) -> list[nn.Module]:
+    """The MoE blocks, in the order of the rows of `expert_load`."""
+    return [m for m in model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
+
+
+@torch.no_grad()
+def pack_experts(model: PreTrainedModel, config: LatentMoEConfig) -> PreTrainedModel:
+    """A copy of a float model under `config` (packed), its routed experts rounded to MXFP4."""
+    packed = LatentMoEForConditionalGeneration(config).to(model.device)
+    experts = {}
+    for name, weight in model.state_dict().items():
+        if ".experts." in name:
+            experts[name], experts[name.replace("_proj", "_scale")] = encode(weight)
+        else:
+            experts[name] = weight
+    packed.load_state_dict(experts)
+    return packed
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def as_chat(name: str, image: Image.Image | None, turns: list[Turn]) -> Chat:
+    messages = []
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if image is not None:
+        messages[0]["content"] = [{"type": "image", "image": image}, {"type": "text", "text": turns[0][0]}]
+    return Chat(name, messages)
+
+
+class Batches(Dataset):
+    """Batch number -> model arguments; the pictures of a batch have one size."""
+
+    def __init__(self, processor: ProcessorMixin, seed: int, batch_size: int, batches: range) -> None:
+        self.processor, self.seed, self.batch_size, self.batches = processor, seed, batch_size, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        batch = self.batches[i]
+        size = SIZES[batch % len(SIZES)]
+        chats = []
+        for index in range(batch * self.batch_size, (batch + 1) * self.batch_size):
+            image, turns, scene = sample(self.seed, "train", index, size)
+            chats.append(as_chat(f"{scene} {index}", image, turns))
+        return pad(
+            [encode_chat(self.processor, chat) for chat in chats], self.processor.tokenizer.pad_token_id
+        )
+
+
+class IndexerLoss:
+    """KL from the attention of the indexed layers to the scores of their indexer (DeepSeek-V3.2 report,
+    section 2.1; the mean attention of all layers that share the indexer, as in IndexCache).
+
+    The teacher is dense attention, averaged over heads and detached, as are all inputs of the indexer.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.seen: list[tuple[nn.Module, Tensor, object]] = []
+        for module in model.modules():
+            if getattr(module, "indexer_type", "none") != "none":
+                module.register_forward_hook(self.remember, with_kwargs=True)
+
+    def remember(self, module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        if module.training:
+            self.seen.append((module, args[0].detach(), args[1]))
+
+    def take(self) -> Tensor:
+        """Loss of the forward since the last call, averaged over tokens and indexers."""
+        groups: list[list[tuple[nn.Module, Tensor, object]]] = []
+        for item in self.seen:
+            if item[0].indexer_type == "full":
+                groups.append([])
+            groups[-1].append(item)
+        self.seen = []
+        losses = []
+        for group in groups:
+            owner, x, documents = group[0]
+            mask = documents.attention_mask_BTS
+            teacher = torch.stack([self.attention(*item) for item in group]).mean(0)
+            with torch.no_grad():
+                c = owner.q_a_layernorm(owner.q_a_proj(x))
+            scores = owner.indexer.scores(x, c, owner.indexer.keys(x)).masked_fill(~mask, -torch.inf)
+            student = scores.log_softmax(-1).masked_fill(~mask, 0)
+            divergence = (teacher * (teacher.clamp(min=1e-9).log() - student)).sum(-1)
+            losses.append(divergence[documents.ids_BT >= 0].mean())
+        return torch.stack(losses).mean()
+
+    @staticmethod
+    @torch.no_grad()
+    def attention(module: nn.Module, x: Tensor, documents: object) -> Tensor:
+        """Dense attention probabilities [B, T, S], mean over heads."""
+        q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x))).unflatten(-1, (module.num_heads, -1))
+        latent, extra = module.kv_a_proj_with_mqa(x).split([module.latent_dim, module.shared_dim], dim=-1)
+        kv = module.kv_b_proj(module.kv_a_layernorm(latent)).unflatten(-1, (module.num_heads, -1))
+        own = torch.einsum("btnk,bsnk->bnts", q[..., : module.nope_dim], kv[..., : module.nope_dim])
+        shared = torch.einsum("btnk,bsk->bnts", q[..., module.nope_dim :], extra)
+        score = ((own + shared) * module.scale).masked_fill(
+            ~documents.attention_mask_BTS[:, None], -torch.inf
+        )
+        return score.softmax(-1).mean(1)
+
+
+@torch.no_grad()
+def balance(model: PreTrainedModel, load_ME: Tensor, rate: float) -> None:
+    """Raise the selection bias of experts that got less than the mean load, lower it for the others."""
+    for block, load_E in zip(moe_blocks(model), load_ME, strict=True):
+        bias_E = block.gate.e_score_correction_bias
+        bias_E += rate * (load_E.float().mean() - load_E).sign().to(bias_E)
+
+
+def train(model: PreTrainedModel, batches: DataLoader, steps: int, lr: float, name: str) -> None:
+    """AdamW with warm-up and cosine decay to a hundredth of `lr`; one progress line."""
+    device = model.device
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trainable if p.ndim > 1]
+    groups = [{"params": decayed, "weight_decay": 0.05}]
+    groups += [{"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98))
+    warmup = min(200, steps // 10 + 1)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    indexer_loss = IndexerLoss(model)
+    model.train()
+    progress = tqdm(batches, total=steps, desc=name, mininterval=2.0)
+    for step, batch in enumerate(progress):
+        batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        labels = batch.pop("labels")
+        output = model(**batch)
+        loss = token_loss_sum(output.logits, labels) / (labels[:, 1:] != -100).sum()
+        divergence = indexer_loss.take()
+        (loss + divergence).backward()
+        nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        balance(model, output.expert_load, rate=2e-3 * factor(step))
+        if step % 20 == 0:
+            uneven = (output.expert_load.amax(1) / output.expert_load.float().mean(1)).max()
+            progress.set_postfix_str(
+                f"loss {loss:.4f}, indexer KL {divergence:.4f}, busiest expert {uneven:.2f}x mean"
+            )
+
+
+# ---------------------------------------------------------------------------------------------- checking
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, processor: ProcessorMixin, chats: list[Chat]) -> list[str]:
+    """Greedy free text for the last message of every chat."""
+    batch = pad(
+        [encode_prompt(processor, chat) for chat in chats], processor.tokenizer.pad_token_id, left=True
+    )
+    batch.pop("labels")
+    batch = {key: value.to(model.device) for key, value in batch.items()}
+    ids = model.generate(**batch, max_new_tokens=64, do_sample=False)[:, batch["input_ids"].shape[1] :]
+    return [parse_message(processor.tokenizer, row, thinking=False)["response"] for row in ids.tolist()]
+
+
+def accuracy(
+    model: PreTrainedModel, processor: ProcessorMixin, seed: int, samples: int, batch_size: int = 128
+) -> dict[str, float]:
+    """Share of exactly right answers per scene on the split "unseen"; one question per picture."""
+    model.eval()
+    right, asked = Counter(), Counter()
+    for start in range(0, samples, batch_size):
+        size = SIZES[start // batch_size % len(SIZES)]
+        chats, scenes = [], []
+        for index in range(start, min(start + batch_size, samples)):
+            image, turns, scene = sample(seed, "unseen", index, size)
+            chats.append(as_chat(f"{scene} {index}", image, turns[:1]))
+            scenes.append(scene)
+        for chat, scene, text in zip(chats, scenes, answer(model, processor, chats), strict=True):
+            asked[scene] += 1
+            right[scene] += text == chat.answer
+    return {scene: right[scene] / asked[scene] for scene in sorted(asked)}
+
+
+def describe(scores: dict[str, float]) -> str:
+    return ", ".join(f"{scene} {score:.1%}" for scene, score in scores.items())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for the checkpoint; must not exist yet"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=6000, help="steps of the float stage (default %(default)s)"
+    )
+    parser.add_argument(
+        "--recovery-steps",
+        type=int,
+        default=1500,
+        help="steps after rounding the experts (default %(default)s)",
+    )
+    parser.add_argument("--batch-size", type=int, default=256, help="pictures per step (default %(default)s)")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=2e-3,
+        help="peak learning rate; a quarter of it in recovery (default %(default)s)",
+    )
+    parser.add_argument(
+        "--index-topk", type=int, default=32, help="keys that sparse attention selects (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, pictures and questions (default %(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=max(1, len(os.sched_getaffinity(0)) - 2),
+        help="processes that draw (default %(default)s)",
+    )
+    parser.add_argument(
+        "--eval-samples", type=int, default=2000, help="unseen pictures to ask about (default %(default)s)"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.out.exists():
+        raise ValueError(f"--out {args.out} already exists: give a new folder")
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    processor = make_processor(args.seed)
+
+    def batches(first: int, count: int) -> DataLoader:
+        data = Batches(processor, args.seed, args.batch_size, range(first, first + count))
+        return DataLoader(data, batch_size=None, num_workers=args.workers, prefetch_factor=4)
+
+    def report(model: PreTrainedModel, when: str) -> None:
+        print(f"{when}: {describe(accuracy(model, processor, args.seed, args.eval_samples))}", flush=True)
+
+    # A selection as long as any chat is dense attention: the indexer warms up on it.
+    dense = make_config(processor, packed=False, index_topk=4096)
+    model = LatentMoEForConditionalGeneration(dense).to(args.device)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(processor.tokenizer)}")
+    train(model, batches(0, args.steps), args.steps, args.lr, "float")
+    report(model, "float, dense attention")
+
+    model = pack_experts(model, make_config(processor, packed=True, index_topk=args.index_topk))
+    report(model, "rounded to MXFP4, sparse attention")
+    train(model, batches(args.steps, args.recovery_steps), args.recovery_steps, args.lr / 4, "recovery")
+
+    model = model.to(torch.bfloat16)
+    report(model, "recovered, bfloat16")
+    save(model, processor, args.out)
+    print(storage_report(model))
+
+
+def save(model: PreTrainedModel, processor: ProcessorMixin, out: Path) -> None:
+    """A checkpoint folder in at least three shards, with the processor beside it."""
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    model.save_pretrained(out, max_shard_size="1500KB")
+    processor.save_pretrained(out)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    print(f"saved {out}: {size / 2**20:.1f} MB in {len(list(out.glob('*.safetensors')))} shards")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
