@@ -57,10 +57,6 @@ class LatentMoECache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self.ids_BS is None else self.ids_BS.shape[1]
 
-    def past_ids(self, rows: int, device: torch.device) -> torch.Tensor:
-        """Document number of every remembered token, int64 [rows, S] (S = 0 before the first call)."""
-        return torch.zeros(rows, 0, dtype=torch.long, device=device) if self.ids_BS is None else self.ids_BS
-
     def remember(self, ids_BT: torch.Tensor) -> None:
         self.ids_BS = ids_BT if self.ids_BS is None else torch.cat([self.ids_BS, ids_BT], dim=1)
 

@@ -46,6 +46,11 @@ class Documents:
         return None if bool(valid.all()) else valid
 
     @cached_property
+    def packed(self) -> bool:
+        """Whether a row holds more than one document."""
+        return bool((self.ids_BT > 0).any())
+
+    @cached_property
     def key_ids_BS(self) -> torch.Tensor:
         return self.ids_BT if self.past_ids_BP is None else torch.cat([self.past_ids_BP, self.ids_BT], dim=1)
 
@@ -150,9 +155,9 @@ class Documents:
 
         attention_mask: [B, T] or [B, cached + T], 0 at padding. cu_seqlens: int [D + 1], borders inside a single row.
         position_ids: [B, T]; without cu_seqlens a position that does not follow its predecessor starts a document.
-        past_ids: document numbers of the cached tokens; a row with a cache continues its one document.
+        past_ids: document numbers of the cached tokens, whose last document the row continues.
 
-        Raises ValueError for boundaries that do not fit the batch, and for packed rows with a cache.
+        Raises ValueError for boundaries that do not fit the batch.
         """
         B, T = shape
         valid = torch.ones(B, T, dtype=torch.bool, device=device)
@@ -171,12 +176,9 @@ class Documents:
         else:
             starts = torch.zeros_like(valid)
         ids = starts.long().cumsum(1)
-        # An id counts documents that hold real tokens only; the first one of a row is 0.
+        # The first document of a row that has real tokens is number 0.
+        ids = ids - ids.masked_fill(~valid, T).min(dim=1, keepdim=True).values
         ids = torch.where(valid, ids, PADDING)
-        if past_ids is not None:
-            if bool(((ids > ids[:, :1].clamp_min(0)) & valid).any()):
-                raise ValueError("a packed row cannot continue a cache: pass one document per row, or use_cache=False")
-            ids = torch.where(valid, 0, PADDING)
         return cls(ids, past_ids)
 
 

@@ -5,6 +5,7 @@ transparent, padded with black on the right and bottom to whole merge blocks, no
 in row-major order. The work is PIL and numpy: no torchvision.
 """
 
+import copy
 import io
 import math
 from collections.abc import Mapping
@@ -15,8 +16,7 @@ from urllib.request import urlopen
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from transformers.feature_extraction_utils import BatchFeature
-from transformers.image_processing_utils import BaseImageProcessor
+from transformers import BaseImageProcessor, BatchFeature
 
 # The `media_proc_cfg` of the released preprocessor_config.json.
 KIMI_K3_MEDIA_PROC_CFG: dict[str, Any] = {
@@ -46,12 +46,12 @@ ImageSource = Image.Image | np.ndarray | str | Path | bytes | Mapping[str, Any]
 
 
 def load_image(source: ImageSource) -> Image.Image:
-    """Decode one image and turn it upright by its EXIF orientation, so that its size is the one a viewer
-    shows.
+    """Decode one image to 8 bits: RGBA where it has alpha or a transparent colour, RGB otherwise.
 
     `source` is a PIL image, a uint8 array [H, W], [H, W, 3] or [H, W, 4], encoded bytes, a path, a URL (http,
-    https, file, data), or a mapping with "bytes" or "path" (an undecoded `datasets` image). Raises ValueError
-    that names the file when it cannot be read.
+    https, file, data), or a mapping with "bytes" or "path" (an undecoded `datasets` image). The image is
+    turned upright by its EXIF orientation, so that its size is the one a viewer shows; of an animation the
+    first frame is taken. Raises ValueError that names the file when it cannot be read.
     """
     if isinstance(source, Mapping):
         name = source.get("path")
@@ -65,9 +65,9 @@ def load_image(source: ImageSource) -> Image.Image:
         image.load()
         if image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
             image = ImageOps.exif_transpose(image)
+        return _to_8_bits(image)
     except Exception as error:
         raise ValueError(f"cannot read image {name}: {error}") from error
-    return image
 
 
 def _open(source: Any) -> Image.Image:
@@ -85,15 +85,13 @@ def _open(source: Any) -> Image.Image:
     raise TypeError(f"{type(source).__name__} is not a PIL image, array, path, URL or bytes")
 
 
-def _to_8bit_colour(image: Image.Image) -> Image.Image:
-    """RGBA where the image has alpha or a transparent colour (palette images included), RGB otherwise."""
+def _to_8_bits(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         # PIL would clip 16-bit greys at 255; keep the high byte instead.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"image mode {image.mode!r} has no defined white point; convert it to 8 bits first")
-    transparent = image.has_transparency_data
-    return image.convert("RGBA" if transparent else "RGB")
+    return image.convert("RGBA" if image.has_transparency_data else "RGB")
 
 
 class LatentMoEImageProcessor(BaseImageProcessor):
@@ -107,9 +105,7 @@ class LatentMoEImageProcessor(BaseImageProcessor):
     model_input_names = ["pixel_values", "grid_thws"]  # noqa: RUF012
 
     def __init__(self, media_proc_cfg: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """`media_proc_cfg` None is the released Kimi-K3. Raises ValueError naming a missing or unsupported
-        field.
-        """
+        """`media_proc_cfg` None is the released Kimi-K3. ValueError names a missing or unsupported field."""
         super().__init__(**kwargs)
         cfg = KIMI_K3_MEDIA_PROC_CFG if media_proc_cfg is None else media_proc_cfg
         missing = [name for name in _USED_FIELDS if name not in cfg]
@@ -123,12 +119,10 @@ class LatentMoEImageProcessor(BaseImageProcessor):
         ):
             if value != supported:
                 raise ValueError(f"media_proc_cfg.{name}: {value!r} is not supported, expected {supported!r}")
-        self.media_proc_cfg = cfg
+        self.media_proc_cfg = copy.deepcopy(cfg)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Size in pixels (width, height) that the image is scaled to, before padding. Never larger than it
-        was.
-        """
+        """Width and height in pixels that the image is scaled to before padding; never larger than before."""
         cfg = self.media_proc_cfg
         patch, side = cfg["patch_size"], cfg["patch_limit_on_one_side"] * cfg["patch_size"]
         area = math.sqrt(cfg["in_patch_limit"] / (max(1, width // patch) * max(1, height // patch)))
@@ -149,8 +143,7 @@ class LatentMoEImageProcessor(BaseImageProcessor):
     def preprocess(
         self, images: ImageSource | list[ImageSource], return_tensors: str = "pt", videos: Any = None
     ) -> BatchFeature:
-        """Images in any form that `load_image` takes -> pixel_values [P, 3, p, p] fp32, grid_thws [n, 3]
-        int64.
+        """Anything that `load_image` takes -> pixel_values [P, 3, p, p] fp32, grid_thws [n, 3] int64.
 
         The patches of all images follow each other; P is the sum of the products of the rows of grid_thws.
         """
@@ -168,9 +161,8 @@ class LatentMoEImageProcessor(BaseImageProcessor):
         cfg = self.media_proc_cfg
         patch = cfg["patch_size"]
         grid = _, rows, columns = self.grid(*image.size)
-        # PIL scales RGBA with premultiplied alpha, so colours hidden under full transparency do not bleed
-        # out.
-        image = _to_8bit_colour(image).resize(self.resized(*image.size), Image.Resampling.BICUBIC)
+        # PIL scales RGBA with premultiplied alpha, so colours under full transparency do not bleed out.
+        image = image.resize(self.resized(*image.size), Image.Resampling.BICUBIC)
         pixels = np.asarray(image)
         if image.mode == "RGBA":
             pixels = _fill_transparent(pixels, cfg["transparent_bg_config"])
@@ -198,9 +190,7 @@ _USED_FIELDS = (
 
 
 def _fill_transparent(rgba: np.ndarray, background: dict[str, Any]) -> np.ndarray:
-    """Composite uint8 [H, W, 4] on the chessboard -> uint8 [H, W, 3], truncated. fp32, as released: the last
-    bit of the truncation depends on it.
-    """
+    """Composite uint8 [H, W, 4] on the chessboard -> uint8 [H, W, 3], truncated from fp32 as released."""
     rows, columns = np.indices(rgba.shape[:2], dtype=np.int32) // background["chessboard_square_size"]
     gray = (rows + columns) % 2 == (1 if background["chessboard_square_on_top_left"] else 0)
     board = np.where(gray, background["chessboard_gray_value"], background["chessboard_white_value"])

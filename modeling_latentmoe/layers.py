@@ -49,12 +49,13 @@ class Float32Parameters(nn.Module):
     float32_parameters: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn, recurse=True):
-        before = {name: self._parameters[name] for name in self.float32_parameters}
+        # `.data` is an alias of the values before the conversion, which replaces the parameter's own in place.
+        before = {name: self._parameters[name].data for name in self.float32_parameters}
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._parameters[name]
             wide = torch.promote_types(new.dtype, torch.float32)
             if new.dtype != wide:
-                data = new.data.to(wide) if old.is_meta or new.is_meta else old.data.to(device=new.device, dtype=wide)
-                self._parameters[name] = nn.Parameter(data, requires_grad=old.requires_grad)
+                exact = new.data.to(wide) if old.is_meta or new.is_meta else old.to(device=new.device, dtype=wide)
+                self._parameters[name] = nn.Parameter(exact, requires_grad=new.requires_grad)
         return self

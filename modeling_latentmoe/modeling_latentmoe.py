@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -177,16 +177,14 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
             assert_packed(model)
         return info
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
-        """Recompute layers in backward, but never their decisions: the top-k of routers and indexers is saved.
-
-        Raises ValueError for `use_reentrant=True`, which cannot save them.
-        """
-        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-        if options["use_reentrant"]:
-            raise ValueError("gradient_checkpointing_kwargs.use_reentrant: must be False (saved routing decisions need it)")
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_DECISIONS)
-        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **kwargs)
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
+        # Layers are recomputed in backward, but never their decisions: the top-k of routers and indexers is saved.
+        # Every public switch of transformers and PEFT ends here.
+        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError("use_reentrant: must be False (reentrant checkpointing cannot save routing decisions)")
+        context_fn = partial(create_selective_checkpoint_contexts, SAVED_DECISIONS)
+        function = partial(gradient_checkpointing_func, use_reentrant=False, context_fn=context_fn)
+        super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=function, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
         if generation_config.cache_implementation is not None:
@@ -237,16 +235,16 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids / inputs_embeds: pass exactly one of them")
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cu_seqlens = _boundaries(cu_seqlens, position_ids, kwargs)
-        cache = self._cache_for(cache if cache is not None else past_key_values, use_cache, cu_seqlens)
+        cache = self._given_cache(cache if cache is not None else past_key_values)
         documents = Documents.of_batch(
             stream.shape[:2],
             stream.device,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cu_seqlens=cu_seqlens,
-            past_ids=None if cache is None else cache.past_ids(stream.shape[0], stream.device),
+            cu_seqlens=_boundaries(cu_seqlens, position_ids, kwargs),
+            past_ids=None if cache is None else cache.ids_BS,
         )
+        cache = self._cache_for(documents, cache, use_cache)
         snapshots, index = (), None
         streams, all_router_logits, loads = [], [], []
         for i, layer in enumerate(self.layers):
@@ -269,17 +267,26 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
             **_cache_fields(cache),
         )
 
-    def _cache_for(self, cache, use_cache: bool | None, cu_seqlens) -> LatentMoECache | None:
-        if self.gradient_checkpointing and self.training:
+    def _given_cache(self, cache) -> LatentMoECache | None:
+        if cache is not None and not hasattr(cache, "ids_BS"):
+            raise ValueError(f"cache: {type(cache).__name__} is not supported, leave it out (a LatentMoECache is made)")
+        return None if self._recomputes else cache
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether backward will run layers again, which would write to a cache a second time."""
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+    def _cache_for(self, documents: Documents, cache, use_cache: bool | None) -> LatentMoECache | None:
+        """The given cache, or a new one where the caller (or for None the config, in evaluation) wants one."""
+        if self._recomputes:
             return None
-        if cache is not None:
-            if not hasattr(cache, "ids_BS"):
-                raise ValueError(f"cache: {type(cache).__name__} is not supported, leave it out (a LatentMoECache is made)")
-            if cu_seqlens is not None:
-                raise ValueError("cu_seqlens: packed rows cannot continue a cache")
-            return cache
-        wanted = self.config.use_cache and not self.training and cu_seqlens is None if use_cache is None else use_cache
-        return LatentMoECache(len(self.layers)) if wanted else None
+        if documents.packed:
+            if cache is not None or use_cache:
+                raise ValueError("packed rows cannot be cached: pass one document per row, or use_cache=False")
+            return None
+        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        return LatentMoECache(len(self.layers)) if cache is None and wanted else cache
 
 
 class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):

@@ -9,6 +9,7 @@ nibble is the sign) and `scale` uint8 [out, in / 32] (byte s multiplies 32 conse
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto
@@ -16,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from .configuration_latentmoe import MXFP4_GROUP, PACKED_FORMAT, QUANT_METHOD
-from .conversion import SHOWN_FAULTS, check_checkpoint, decoding_converters, packed_converters
+from .conversion import SHOWN_FAULTS, decoding_converters, packed_converters
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -38,7 +39,7 @@ def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if packed.shape[:-1] != scale.shape[:-1] or packed.shape[-1] * 2 != scale.shape[-1] * MXFP4_GROUP:
         raise ValueError(f"MXFP4 shapes do not fit: packed {tuple(packed.shape)}, scale {tuple(scale.shape)}")
     compute = torch.promote_types(dtype, torch.float32)
-    values = _PAIRS.to(packed.device, compute)[packed.int()].flatten(-2)
+    values = F.embedding(packed.int(), _PAIRS.to(packed.device, compute)).flatten(-2)
     multipliers = _MULTIPLIERS.to(packed.device, compute)[scale.int()]
     return (values.unflatten(-1, (-1, MXFP4_GROUP)) * multipliers.unsqueeze(-1)).flatten(-2).to(dtype)
 
@@ -109,24 +110,17 @@ class LatentMoEMxfp4Config(Mxfp4Config):
 
 
 class LatentMoEMxfp4Quantizer(HfQuantizer):
-    """Loads experts packed, or decoded with `dequantize`, and refuses checkpoints that do not fit."""
+    """Loads experts packed, or decoded with `dequantize`; the model checks checkpoint and result itself."""
 
     requires_calibration = True
 
     def validate_environment(self, *args, **kwargs) -> None:
         """Nothing but torch is needed."""
 
-    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
-        if checkpoint_files:
-            check_checkpoint(model, checkpoint_files, packed=True)
-        return model
-
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.quantization_config.dequantize:
             # transformers 5.22 and 5.23 keep the load-only converters, which saving could not reverse.
             model.__dict__.pop("_weight_conversions", None)
-        else:
-            assert_packed(model)
         return model
 
     def update_weight_conversions(self, weight_conversions, model=None):

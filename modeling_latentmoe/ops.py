@@ -6,7 +6,7 @@ accumulations run in `promote_types(dtype, float32)`, so everything also runs in
 Legend: B batch, T tokens, S keys, D model width, M real tokens of all documents in order, N chunks (or heads, in
         attention), C tokens per chunk, H heads, K key width, V value width, W convolution width, F hidden width.
         In the mixture of experts: E experts, S chosen experts per token, G groups of experts, L latent width,
-        R = T * S routed rows sorted by expert, I and O input and output width of a matrix, r adapter rank.
+        R routed rows sorted by expert, I and O input and output width of a matrix, r adapter rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +22,9 @@ from .mxfp4 import decode
 # Tokens per KDA chunk. Decays are formed as exponents of differences inside a chunk, a [C, C, K] tensor per head.
 KDA_CHUNK = 16
 L2_EPS = 1e-6
+# Matrix products may round a row differently when the number of rows changes; for multiples of this they do not, so a
+# token's result does not depend on how many others its expert got (another document's, another batch's).
+ROW_TILE = 16
 # Decoded expert weights held at a time; one expert of the released Kimi-K3 takes 88 MB in fp32.
 DECODED_BYTES = 128 * 2**20
 
@@ -366,11 +369,17 @@ def expert_mlp(
     """
     tokens, slots = ids_TS.shape
     order_R = ids_TS.flatten().argsort(stable=True)
-    counts = torch.bincount(ids_TS.flatten(), minlength=gate_up.weight.shape[0]).tolist()
+    counts_E = torch.bincount(ids_TS.flatten(), minlength=gate_up.weight.shape[0])
+    # Every expert's rows start at a multiple of ROW_TILE, zeros between: see there.
+    tiled_E = (counts_E + ROW_TILE - 1) // ROW_TILE * ROW_TILE
+    gap_E = (tiled_E - counts_E).cumsum(0) - (tiled_E - counts_E)
+    place_R = torch.arange(len(order_R), device=order_R.device) + gap_E[ids_TS.flatten()[order_R]]
+    counts = tiled_E.tolist()
     # Indexing a view with one row per slot: its backward writes every row once and sums over the slots in fp32.
     # Indexing tokens would add up the slots of a token in the activation dtype, on GPUs in any order.
     x_RL = x_TL.unsqueeze(1).expand(-1, slots, -1)[order_R // slots, order_R % slots]
+    x_RL = x_RL.new_zeros(sum(counts), x_RL.shape[1]).index_copy(0, place_R, x_RL)
     gate_RF, up_RF = grouped_linear(x_RL, gate_up, counts).chunk(2, dim=-1)
     y_RL = grouped_linear(glu(gate_RF, up_RF, config), down, counts)
-    y_TSL = y_RL[order_R.argsort()].unflatten(0, (tokens, slots))
+    y_TSL = y_RL[place_R[order_R.argsort()]].unflatten(0, (tokens, slots))
     return (_wide(y_TSL) * _wide(weights_TS).unsqueeze(-1)).sum(1).to(x_TL.dtype)

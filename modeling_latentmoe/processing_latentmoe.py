@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers.feature_extraction_utils import BatchFeature
-from transformers.processing_utils import ProcessorMixin
+from transformers import BatchFeature, ProcessorMixin
 
 from .chat_latentmoe import (
     CLOSE,
@@ -134,7 +133,8 @@ class LatentMoEProcessor(ProcessorMixin):
             texts = [self._text(messages, tools, chat) for messages in conversations]
             return texts if batched else texts[0]
         samples = []
-        for messages, given in zip(conversations, _per_sample(images, len(conversations)), strict=True):
+        per_sample = _per_sample(images, len(conversations))
+        for messages, given in zip(conversations, per_sample, strict=True):
             take = _Images(given)
             placeholder = self.image_placeholder if given is not None else None
             segments = build_chat_segments(
@@ -160,7 +160,7 @@ class LatentMoEProcessor(ProcessorMixin):
     def save_pretrained(
         self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any
     ) -> list[str]:
-        """The tokenizer's files, preprocessor_config.json as released, processor_config.json, and this code."""
+        """Writes the tokenizer, preprocessor_config.json as released, processor_config.json and this code."""
         files = super().save_pretrained(save_directory)
         files += self.image_processor.save_pretrained(save_directory)
         if push_to_hub:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
-from transformers.tokenization_utils_base import BatchEncoding
+from transformers import BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from .chat_latentmoe import (
     CLOSE,
@@ -71,7 +70,7 @@ class LatentMoETokenizer(PreTrainedTokenizer):
     Vocabulary entries are byte strings written with one printable character a byte, as byte-level
     tokenizer.json files do.
 
-    Raises ImportError without tiktoken.
+    Raises ImportError without tiktoken, ValueError when the vocabulary and the config do not belong together.
     """
 
     vocab_files_names = {"vocab_file": VOCAB_FILE}  # noqa: RUF012
@@ -101,6 +100,12 @@ class LatentMoETokenizer(PreTrainedTokenizer):
         self._tokens |= {i: token.content for i, token in special.items()}
         self._ids = {token: i for i, token in self._tokens.items()}
         assert len(self._ids) == len(self._tokens), "a special token is spelled like an ordinary one"
+        if named and min(named) < len(ranks):
+            raise ValueError(f"added_tokens_decoder: id {min(named)} is an ordinary token of {vocab_file}")
+        known = {*self._ids, *(token.content for token in named.values())}
+        for role, token in (("bos", bos_token), ("eos", eos_token), ("unk", unk_token), ("pad", pad_token)):
+            if str(token) not in known:
+                raise ValueError(f"{role}_token: {token} is not named in added_tokens_decoder")
         super().__init__(
             bos_token=bos_token,
             eos_token=eos_token,

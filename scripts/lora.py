@@ -1,11 +1,11 @@
-"""Fine-tune a latent mixture-of-experts vision-language model with LoRA, on attention and on the routed experts.
+"""Fine-tune a latent mixture-of-experts vision-language model with LoRA, on attention and on routed experts.
 
-    accelerate launch scripts/lora.py                         # the tiny model learns handwritten digits, on a laptop
+    accelerate launch scripts/lora.py                      # the tiny model learns handwritten digits
     accelerate launch scripts/lora.py --model org/model --dataset chats.jsonl --output_dir runs/chats
-    accelerate launch scripts/lora.py run.yaml --lr 1e-4      # a file of the same settings; switches win over it
+    accelerate launch scripts/lora.py run.yaml --lr 1e-4   # a file of the same settings; switches win over it
 
-Every mistake in the input ends the run with one line and exit code 2. So does Ctrl-C, after the state was saved: the
-same command with --resume continues exactly where it stopped.
+Every mistake in the input ends the run with one line and exit code 2. So does Ctrl-C, after the state was
+saved: the same command with --resume continues exactly where it stopped.
 """
 
 import dataclasses
@@ -16,26 +16,22 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import torch
 import transformers
-import yaml
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import set_seed
-from transformers import HfArgumentParser
 
-import modeling_latentmoe
 from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, lora, monitor
+from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.evaluate import evaluate
-from modeling_latentmoe.training.loading import load_model, load_processor
+from modeling_latentmoe.training.loading import SHIPPED_MODEL, load_model, load_processor
 from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
-
-TINY = Path(modeling_latentmoe.__file__).parent / "tiny"
+from modeling_latentmoe.training.rows import Rows, open_dataset
 
 
 def option(default: Any, help: str) -> Any:
@@ -44,25 +40,25 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Arguments:
-    model: str = option(str(TINY), "base model: a local folder or a Hub id")
-    dataset: str = option("digits", "Hub id, folder, parquet or JSON-lines file; digits[:blank|:shuffled] is built in")
+    model: str = option(SHIPPED_MODEL, "base model, a local folder or a Hub id")
+    dataset: str = option("digits", "Hub id, folder, parquet or JSON-lines file, or digits[:blank|:shuffled]")
     dataset_config: str | None = option(None, "configuration of a Hub dataset that has several")
     split: str = option("train", "split to train on")
-    eval_dataset: str | None = option(None, "held-out dataset; the training dataset if only --eval_split is given")
-    eval_split: str | None = option(None, "held-out split; digits are evaluated on their split test")
-    streaming: bool = option(False, "read the dataset while training, without downloading it; needs --steps")
+    eval_dataset: str | None = option(None, "held-out dataset; default: --eval_split of the same one")
+    eval_split: str | None = option(None, "held-out split; default for digits: test")
+    streaming: bool = option(False, "read the dataset while training, without a download; needs --max_steps")
     output_dir: str = option("runs/digits", "where adapter, checkpoints, metrics and model card go")
     overwrite: bool = option(False, "replace an earlier run in --output_dir")
     resume: bool = option(False, "continue the run in --output_dir from its newest checkpoint")
-    steps: int | None = option(None, "number of optimizer steps; without it --epochs decides")
+    max_steps: int | None = option(None, "number of optimizer steps; default: as many as --epochs take")
     epochs: float = option(4, "passes over the training data")
     batch_size: int = option(32, "samples in a micro-batch of one process")
     gradient_accumulation: int = option(1, "micro-batches of one process in a step")
     max_length: int = option(2048, "longest sample in tokens; longer ones are dropped and counted, never cut")
-    packing: bool = option(False, "fill rows of batch_size * max_length tokens with several samples, no padding")
+    packing: bool = option(False, "fill rows of batch_size * max_length tokens with samples, no padding")
     skip_bad_images: bool = option(False, "leave out rows with an unreadable image and count them")
     thinking: bool = option(False, "train and evaluate with the think channel of the chat format")
-    dtype: Literal["fp32", "bf16"] = option("fp32", "precision of the frozen weights; adapters are always fp32")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "precision of the frozen weights; adapters are fp32")
     lr: float = option(3e-3, "peak learning rate of everything without a rate of its own")
     lr_kda: float | None = option(None, "peak learning rate of the linear-attention (KDA) layers")
     lr_attention: float | None = option(None, "peak learning rate of the full and sparse attention layers")
@@ -72,11 +68,14 @@ class Arguments:
     weight_decay: float = option(0.0, "AdamW weight decay of the adapters")
     max_grad_norm: float = option(1.0, "clip the global gradient norm to this")
     r: int = option(16, "LoRA rank of dense layers")
-    lora_alpha: float = option(32.0, "LoRA scale, over --r; the experts have the same scale")
+    lora_alpha: float = option(32.0, "every adapter is scaled by lora_alpha / r, those of the experts too")
     expert_rank: int = option(4, "LoRA rank of every routed expert")
-    target_modules: list[str] | None = option(None, "layers to adapt; default: attention, feed-forward and experts")
-    train_projector: bool = option(True, "adapt the image projector too (the vision tower stays frozen)")
-    gradient_checkpointing: bool = option(False, "compute activations again in the backward pass, to save memory")
+    target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "layers to adapt; default: attention, feed-forward and routed experts"},
+    )
+    train_projector: bool = option(False, "adapt the image projector too (the vision tower stays frozen)")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     seed: int = option(0, "seed of the adapters and of the order of the data")
     eval_every: int = option(0, "steps between evaluations; 0: before and after only")
     eval_samples: int = option(400, "held-out rows to evaluate on")
@@ -84,33 +83,8 @@ class Arguments:
     save_every: int = option(100, "steps between checkpoints")
     keep: int = option(2, "newest checkpoints to keep")
     log_with: Literal["tensorboard", "trackio", "wandb"] | None = option(None, "tracker to log to as well")
-    push_to_hub: str | None = option(None, "Hub repository to upload the finished adapter to, as user/name")
+    push_to_hub: str | None = option(None, "Hub repository to upload the adapter to at the end, user/name")
     traceback: bool = option(False, "show where in the code an error was raised")
-
-
-class Parser(HfArgumentParser):
-    def error(self, message: str) -> None:
-        raise ValueError(message)
-
-
-def parse(argv: Sequence[str]) -> Arguments:
-    """Command line, or a YAML file of the same names followed by switches that win over it."""
-    argv = list(argv)
-    if argv and argv[0].endswith((".yaml", ".yml")):
-        try:
-            settings = yaml.safe_load(Path(argv[0]).read_text()) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{argv[0]} is not valid YAML: {error}") from error
-        if not isinstance(settings, dict):
-            raise ValueError(f"{argv[0]} must hold lines `name: value`")
-        unknown = settings.keys() - {f.name for f in dataclasses.fields(Arguments)}
-        if unknown:
-            raise ValueError(f"{argv[0]}: unknown setting {', '.join(sorted(unknown))}")
-        given = {name: value for name, value in settings.items() if value is not None}
-        switches = [[f"--{name}", *map(str, v if isinstance(v, list) else [v])] for name, v in given.items()]
-        argv = [word for switch in switches for word in switch] + argv[1:]
-    parser = Parser(Arguments, description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    return parser.parse_args_into_dataclasses(argv)[0]
 
 
 def schedule(progress: float, warmup: float) -> float:
@@ -121,11 +95,12 @@ def schedule(progress: float, warmup: float) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
-    args = parse(argv)
+    args = parse(Arguments, __doc__, argv)
     settings = dataclasses.asdict(args)
     command = shlex.join(["accelerate", "launch", "scripts/lora.py", *argv])
-    if args.streaming and args.steps is None:
-        raise ValueError("--streaming needs --steps: the length of a stream is not known")
+    resume_command = f"{command.replace(' --overwrite', '').replace(' --resume', '')} --resume"
+    if args.streaming and args.max_steps is None:
+        raise ValueError("--streaming needs --max_steps: the length of a stream is not known")
     if args.log_with and importlib.util.find_spec(args.log_with) is None:
         raise ValueError(f"--log_with {args.log_with}: it is not installed (pip install {args.log_with})")
     resume_from = checkpoint.check_output(args.output_dir, settings, args.overwrite, args.resume)
@@ -145,8 +120,8 @@ def main(argv: Sequence[str]) -> None:
 
     # Data: this process' rows, in an order that depends on the seed alone.
     processor = load_processor(args.model)
-    source, folder = data.open_dataset(args.dataset, args.split, args.dataset_config, args.streaming)
-    rows = data.Rows(args.dataset, source, rank, world, args.seed)
+    source, folder = open_dataset(args.dataset, args.split, args.dataset_config, args.streaming)
+    rows = Rows(args.dataset, source, rank, world, args.seed)
     batches = data.Batches(
         rows,
         lambda name, row: data.encode_chat(processor, data.read_chat(name, row, folder), args.thinking),
@@ -157,12 +132,12 @@ def main(argv: Sequence[str]) -> None:
         skip_bad_images=args.skip_bad_images,
     )
     eval_split = args.eval_split or ("test" if args.dataset.startswith("digits") else None)
-    held_out: list[data.Chat] = []
+    held_out = None
     if args.eval_dataset or eval_split:
         name = args.eval_dataset or args.dataset
-        source, folder = data.open_dataset(name, eval_split or args.split, args.dataset_config)
-        share = islice(data.Rows(name, source, rank, world).epoch(0), math.ceil(args.eval_samples / world))
-        held_out = [data.read_chat(name, row, folder) for name, row in share]
+        eval_source, eval_folder = open_dataset(name, eval_split or args.split, args.dataset_config)
+        limit = math.ceil(args.eval_samples / world)
+        held_out = data.Chats(Rows(name, eval_source, rank, world), eval_folder, limit, args.skip_bad_images)
 
     # Model: frozen weights, fp32 adapters, one learning rate per kind of layer.
     base = load_model(args.model, args.dtype)
@@ -186,12 +161,12 @@ def main(argv: Sequence[str]) -> None:
     optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
 
-    step, done, load = 0, 0.0, torch.zeros(0)
+    step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0)
     accelerator.wait_for_everyone()
     if resume_from is not None:
-        position, state = checkpoint.load_checkpoint(accelerator, resume_from, model, optimizer)
-        batches.load_state_dict(position)
-        step, done, load = state["step"], state["done"], state["load"]
+        state = checkpoint.load_checkpoint(accelerator, resume_from, model, optimizer)
+        step, rows_done, done, load = (state[name] for name in ("step", "rows_done", "done", "load"))
+        batches.load_state_dict(state["data"])
         accelerator.print(f"continuing from {resume_from}")
     elif is_main:
         checkpoint.start_output(output, settings)
@@ -201,38 +176,47 @@ def main(argv: Sequence[str]) -> None:
         accelerator.init_trackers("latentmoe", config={name: str(value) for name, value in settings.items()})
 
     def measure(when: str) -> None:
-        if eval_split or args.eval_dataset:
+        if held_out is not None:
             limits = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens}
             result = evaluate(accelerator, model, processor, held_out, thinking=args.thinking, **limits)
             metrics.add(step=step, **result)
             accelerator.log(result, step=step)
-            accuracy, loss, n = result["eval_accuracy"], result["eval_loss"], result["eval_samples"]
+            accuracy, loss, n = (result[f"eval_{name}"] for name in ("accuracy", "loss", "samples"))
             accelerator.print(f"{when}: {accuracy:.1%} of {n} held-out answers are exact, loss {loss:.4f}")
 
     def save() -> None:
-        progress = {"step": step, "done": done, "load": load}
-        position = batches.state_dict()
-        checkpoint.save_checkpoint(accelerator, model, output, identity, optimizer, position, progress, args.keep)
+        state = {
+            "step": step,
+            "rows_done": rows_done,
+            "done": done,
+            "load": load,
+            "data": batches.state_dict(),
+        }
+        checkpoint.save_checkpoint(accelerator, model, output, identity, optimizer, state, args.keep)
 
     if step == 0:
         measure("before training")
-    stream, proven, model_mode = iter(batches), None, wrapped.train()
+    wrapped.train()
+    stream, last_good = iter(batches), None
     bar = monitor.Progress(done, is_main)
     with checkpoint.Interrupt() as interrupt:
         while done < 1:
-            began, seen_before = time.perf_counter(), batches.rows_seen
+            began, seen = time.perf_counter(), batches.rows_seen
             window = [next(stream) for _ in range(args.gradient_accumulation)]
             if args.packing and any("cu_seqlens" not in batch for batch in window):
-                raise ValueError("--packing: a packed batch has no `cu_seqlens`, its documents would run together")
+                raise ValueError("--packing: a packed batch has no `cu_seqlens`, its documents would mix")
 
-            # One exchange before the first forward: trained tokens and rows of all processes, and whether to stop.
+            # One exchange before the first forward: what all processes read, and whether one must stop.
             mine = sum(count_loss_tokens(batch["labels"]) for batch in window)
-            counts = (mine, batches.rows_seen - seen_before, int(interrupt.asked))
-            n_tokens, n_rows, stop = global_sum(accelerator, *counts)
-            if stop:
-                break
-            before = done
-            done += 1 / args.steps if args.steps else n_rows / (args.epochs * rows.total)
+            read = sum(batch["input_ids"].numel() for batch in window)
+            n_tokens, n_read, n_rows, stop = global_sum(
+                accelerator, mine, read, batches.rows_seen - seen, interrupt.asked
+            )
+            rows_done += n_rows
+            before, done = (
+                done,
+                (step + 1) / args.max_steps if args.max_steps else rows_done / (args.epochs * rows.total),
+            )
             factor = schedule((before + done) / 2, args.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -240,9 +224,75 @@ def main(argv: Sequence[str]) -> None:
             loss, step_load = backpropagate(accelerator, wrapped, window, n_tokens)
             grad_norm = float(accelerator.clip_grad_norm_(trained, args.max_grad_norm))
             if not math.isfinite(loss + grad_norm):
-                break
-            # these weights gave a finite loss and finite gradients: they are the ones to keep if the next do not
-            proven = lora.snapshot(trained)
+                if last_good is not None:
+                    lora.restore(trained, last_good)
+                    if is_main:
+                        checkpoint.save_adapter(model, output, identity)
+                kept = (
+                    f"the adapter of step {step - 1} is in {output}"
+                    if last_good
+                    else "there was no good step"
+                )
+                raise FloatingPointError(
+                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; {kept}. Lower --lr"
+                )
+            # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
+            last_good = lora.snapshot(trained)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
+
+            load = step_load.cpu() if step == 1 else load + step_load.cpu()
+            speed = n_read / (time.perf_counter() - began)
+            record = {"loss": loss, "grad_norm": grad_norm, "lr": args.lr * factor, "tokens": n_tokens}
+            record |= {
+                "tokens_per_s": speed,
+                "load_imbalance": monitor.load_imbalance(step_load),
+                "done": done,
+            }
+            metrics.add(step=step, **record)
+            accelerator.log(record, step=step)
+            bar.update(done, step, loss, speed)
+            if args.eval_every and step % args.eval_every == 0 and done < 1:
+                measure(f"step {step}")
+            if stop or step % args.save_every == 0:
+                save()
+            if stop:
+                raise InterruptedError(
+                    f"stopped after step {step}, everything is saved; to go on: {resume_command}"
+                )
+    bar.close()
+
+    measure("after training")
+    save()
+    load = accelerator.reduce(load.to(accelerator.device), reduction="sum").cpu()
+    accelerator.print(
+        f"left out: {batches.too_long} samples over --max_length, {batches.bad_images} unreadable images"
+    )
+    if is_main:
+        checkpoint.save_adapter(model, output, identity)
+        monitor.draw(metrics, load, output / "training.png")
+        card = monitor.model_card(
+            metrics,
+            base=args.model,
+            adapter=args.push_to_hub or args.output_dir,
+            dataset=args.dataset,
+            question=held_out.question() if held_out else "What is this?",
+            thinking=args.thinking,
+            command=command,
+        )
+        checkpoint.write_text(output / "README.md", card)
+        print(f"adapter, metrics, picture and model card are in {output}")
+        if args.push_to_hub:
+            print(f"uploaded to {checkpoint.push(output, args.push_to_hub)}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
+        if "--traceback" in sys.argv:
+            raise
+        monitor.report_error(error)
+        sys.exit(2)

@@ -28,17 +28,14 @@ from PIL import Image, ImageDraw, ImageFilter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
-from modeling_latentmoe.chat_latentmoe import parse_message
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.image_processing_latentmoe import LatentMoEImageProcessor
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.mxfp4 import encode, storage_report
 from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
 from modeling_latentmoe.tokenization_latentmoe import tiny_tokenizer
-from modeling_latentmoe.training.data import Chat, encode_chat, encode_prompt, pad
-from modeling_latentmoe.training.loss import token_loss_sum
 
 # ---------------------------------------------------------------------------------------------- pictures
 
@@ -206,8 +203,8 @@ def shapes(rng: random.Random, size: int) -> tuple[Image.Image, list[Turn]]:
     names = rng.sample([(colour, kind) for colour in COLOURS for kind in KINDS], count)
     things = []
     for place, (colour, kind) in zip(sorted(rng.sample(range(9), count)), names, strict=True):
-        centre = tuple((axis + 0.5) / 3 + rng.uniform(-0.035, 0.035) for axis in (place % 3, place // 3))
-        radius = rng.uniform(0.105, 0.15)
+        centre = tuple((axis + 0.5) / 3 + rng.uniform(-0.02, 0.02) for axis in (place % 3, place // 3))
+        radius = rng.uniform(0.11, 0.145)
         if count == 1 and rng.random() < 0.4:
             place, radius, centre = (
                 4,
@@ -485,6 +482,7 @@ def make_config(processor: LatentMoEProcessor, packed: bool, index_topk: int) ->
         "routed_expert_hidden_size": 64,
         "attn_res_block_size": 3,
         "max_position_embeddings": 4096,
+        "initializer_range": 0.04,
         "linear_attn_config": {
             "kda_layers": [1, 3, 5],
             "full_attn_layers": [2, 4, 6],
@@ -542,34 +540,42 @@ def pack_experts(model: PreTrainedModel, config: LatentMoEConfig) -> PreTrainedM
 # ---------------------------------------------------------------------------------------------- training
 
 
-def as_chat(name: str, image: Image.Image | None, turns: list[Turn]) -> Chat:
-    messages = []
+Conversation = list[dict[str, object]]
+
+
+def conversation(image: Image.Image | None, turns: list[Turn]) -> Conversation:
+    messages: Conversation = []
     for question, answer in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     if image is not None:
-        messages[0]["content"] = [{"type": "image", "image": image}, {"type": "text", "text": turns[0][0]}]
-    return Chat(name, messages)
+        text = {"type": "text", "text": messages[0]["content"]}
+        messages[0]["content"] = [{"type": "image", "image": image}, text]
+    return messages
 
 
 class Batches(Dataset):
     """Batch number -> model arguments; the pictures of a batch have one size."""
 
-    def __init__(self, processor: ProcessorMixin, seed: int, batch_size: int, batches: range) -> None:
+    def __init__(self, processor: LatentMoEProcessor, seed: int, batch_size: int, batches: range) -> None:
         self.processor, self.seed, self.batch_size, self.batches = processor, seed, batch_size, batches
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        batch = self.batches[i]
-        size = SIZES[batch % len(SIZES)]
-        chats = []
-        for index in range(batch * self.batch_size, (batch + 1) * self.batch_size):
-            image, turns, scene = sample(self.seed, "train", index, size)
-            chats.append(as_chat(f"{scene} {index}", image, turns))
-        return pad(
-            [encode_chat(self.processor, chat) for chat in chats], self.processor.tokenizer.pad_token_id
+        first = self.batches[i] * self.batch_size
+        size = SIZES[self.batches[i] % len(SIZES)]
+        samples = [sample(self.seed, "train", first + row, size) for row in range(self.batch_size)]
+        batch = self.processor.apply_chat_template(
+            [conversation(image, turns) for image, turns, _ in samples],
+            thinking=False,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            padding_side="right",
         )
+        spoken = batch.pop("assistant_masks").bool()
+        return {**batch, "labels": batch["input_ids"].masked_fill(~spoken, -100)}
 
 
 class IndexerLoss:
@@ -651,14 +657,11 @@ def train(model: PreTrainedModel, batches: DataLoader, steps: int, lr: float, na
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     indexer_loss = IndexerLoss(model)
     model.train()
-    progress = tqdm(batches, total=steps, desc=name, mininterval=2.0)
+    progress = tqdm(batches, total=steps, desc=name, mininterval=10)
     for step, batch in enumerate(progress):
-        batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        labels = batch.pop("labels")
-        output = model(**batch)
-        loss = token_loss_sum(output.logits, labels) / (labels[:, 1:] != -100).sum()
+        output = model(**{key: value.to(device) for key, value in batch.items()})
         divergence = indexer_loss.take()
-        (loss + divergence).backward()
+        (output.loss + divergence).backward()
         nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -667,7 +670,7 @@ def train(model: PreTrainedModel, batches: DataLoader, steps: int, lr: float, na
         if step % 20 == 0:
             uneven = (output.expert_load.amax(1) / output.expert_load.float().mean(1)).max()
             progress.set_postfix_str(
-                f"loss {loss:.4f}, indexer KL {divergence:.4f}, busiest expert {uneven:.2f}x mean"
+                f"loss {output.loss:.4f}, indexer KL {divergence:.4f}, busiest expert {uneven:.2f}x mean"
             )
 
 
@@ -675,33 +678,32 @@ def train(model: PreTrainedModel, batches: DataLoader, steps: int, lr: float, na
 
 
 @torch.no_grad()
-def answer(model: PreTrainedModel, processor: ProcessorMixin, chats: list[Chat]) -> list[str]:
+def answer(model: PreTrainedModel, processor: LatentMoEProcessor, chats: list[Conversation]) -> list[str]:
     """Greedy free text for the last message of every chat."""
-    batch = pad(
-        [encode_prompt(processor, chat) for chat in chats], processor.tokenizer.pad_token_id, left=True
-    )
-    batch.pop("labels")
-    batch = {key: value.to(model.device) for key, value in batch.items()}
+    batch = processor.apply_chat_template(
+        [chat[:-1] for chat in chats],
+        thinking=False,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+    ).to(model.device)
     ids = model.generate(**batch, max_new_tokens=64, do_sample=False)[:, batch["input_ids"].shape[1] :]
-    return [parse_message(processor.tokenizer, row, thinking=False)["response"] for row in ids.tolist()]
+    return [processor.parse_response(row, thinking=False)["response"] for row in ids]
 
 
 def accuracy(
-    model: PreTrainedModel, processor: ProcessorMixin, seed: int, samples: int, batch_size: int = 128
+    model: PreTrainedModel, processor: LatentMoEProcessor, seed: int, samples: int, batch_size: int = 128
 ) -> dict[str, float]:
     """Share of exactly right answers per scene on the split "unseen"; one question per picture."""
     model.eval()
     right, asked = Counter(), Counter()
-    for start in range(0, samples, batch_size):
-        size = SIZES[start // batch_size % len(SIZES)]
-        chats, scenes = [], []
-        for index in range(start, min(start + batch_size, samples)):
-            image, turns, scene = sample(seed, "unseen", index, size)
-            chats.append(as_chat(f"{scene} {index}", image, turns[:1]))
-            scenes.append(scene)
-        for chat, scene, text in zip(chats, scenes, answer(model, processor, chats), strict=True):
+    for number, first in enumerate(range(0, samples, batch_size)):
+        size = SIZES[number % len(SIZES)]
+        unseen = [sample(seed, "unseen", i, size) for i in range(first, min(first + batch_size, samples))]
+        texts = answer(model, processor, [conversation(image, turns[:1]) for image, turns, _ in unseen])
+        for text, (_, turns, scene) in zip(texts, unseen, strict=True):
             asked[scene] += 1
-            right[scene] += text == chat.answer
+            right[scene] += text == turns[0][1]
     return {scene: right[scene] / asked[scene] for scene in sorted(asked)}
 
 
@@ -783,7 +785,7 @@ def main() -> None:
     print(storage_report(model))
 
 
-def save(model: PreTrainedModel, processor: ProcessorMixin, out: Path) -> None:
+def save(model: PreTrainedModel, processor: LatentMoEProcessor, out: Path) -> None:
     """A checkpoint folder in at least three shards, with the processor beside it."""
     model.generation_config.eos_token_id = model.config.eos_token_id
     model.save_pretrained(out, max_shard_size="1500KB")

@@ -1,9 +1,9 @@
 """What a run leaves on disk, written so that a crash at any moment leaves the old files or the new ones.
 
-    output_dir/
-      adapter_config.json  adapter_model.safetensors  base_model.json  README.md      the adapter, ready to share
-      run.yaml  metrics.jsonl  training.png                                           how it was made
-      checkpoint-000100/   the adapter and state.pt: optimizer, random state, position in the data
+output_dir/
+  adapter_config.json  adapter_model.safetensors  base_model.json  README.md   the adapter, ready to share
+  run.yaml  metrics.jsonl  training.png                                        how it was made
+  checkpoint-000100/   the adapter and state.pt: optimizer, random state, position in the data
 """
 
 import json
@@ -28,7 +28,16 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", BASE_FILE)
 RUN_FILES = (*ADAPTER_FILES, "README.md", "run.yaml", "metrics.jsonl", "training.png")
 TEMPORARY = ".partial"
 # a resumed run may differ from the interrupted one in these alone
-FREE_ON_RESUME = {"resume", "overwrite", "push_to_hub", "log_with", "eval_every", "save_every", "output_dir", "keep"}
+FREE_ON_RESUME = {
+    "resume",
+    "overwrite",
+    "push_to_hub",
+    "log_with",
+    "eval_every",
+    "save_every",
+    "output_dir",
+    "keep",
+}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -41,8 +50,8 @@ def write_text(path: Path, text: str) -> None:
 def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, resume: bool) -> Path | None:
     """Refuse a folder in use; with `resume`, return the checkpoint to continue from. Changes nothing.
 
-    `settings` are the run's arguments; a resumed run must have those it was started with. Raises ValueError that
-    names the switch.
+    `settings` are the run's arguments; a resumed run must have those it was started with. Raises ValueError
+    that names the switch.
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
@@ -53,14 +62,15 @@ def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, res
         return checkpoint
     if folder.exists() and any(folder.iterdir()) and not overwrite:
         raise ValueError(
-            f"--output_dir {folder} is in use: choose another folder, or give --resume to continue the run in it or "
-            "--overwrite to replace it"
+            f"--output_dir {folder} is in use: choose another folder, or --resume to continue its run or "
+            " --overwrite to replace it"
         )
     return None
 
 
 def start_output(folder: Path, settings: dict[str, Any]) -> None:
-    """Make the folder of a new run, without anything that an earlier run left there, and save its settings."""
+    """Make the folder of a new run, without anything that an earlier run left there, and save its
+    settings."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_run(folder)
     write_text(folder / "run.yaml", yaml.safe_dump(settings, sort_keys=False))
@@ -74,9 +84,14 @@ def remove_run(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(path for path in folder.glob("checkpoint-*") if path.suffix != TEMPORARY)
+
+
 def latest_checkpoint(folder: Path) -> Path:
     """The newest complete checkpoint of a run; ValueError if there is none."""
-    found = sorted(path for path in folder.glob("checkpoint-*") if path.suffix != TEMPORARY)
+    found = checkpoints(folder)
     if not found:
         raise ValueError(f"--resume: there is no checkpoint in --output_dir {folder}")
     return found[-1]
@@ -106,26 +121,24 @@ def save_checkpoint(
     folder: Path,
     identity: dict[str, str],
     optimizer: torch.optim.Optimizer,
-    data: dict[str, int],
-    progress: dict[str, Any],
+    state: dict[str, Any],
     keep: int,
 ) -> Path:
     """Write checkpoint-<step> and remove all but the newest `keep`; every process calls it.
 
-    `data` is this process' position in its data, `progress` the loop's own counters, with "step".
+    `state` is what this process' loop has to know to go on, with "step".
     """
-    ranks = gather_object([{"data": data, "torch": torch.get_rng_state()}])
-    final = folder / f"checkpoint-{progress['step']:06d}"
+    states = gather_object([{**state, "random": torch.get_rng_state()}])
+    final = folder / f"checkpoint-{state['step']:06d}"
     if accelerator.is_main_process:
         partial = folder / (final.name + TEMPORARY)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         save_adapter(model, partial, identity)
-        torch.save({"optimizer": optimizer.state_dict(), "ranks": ranks, "progress": progress}, partial / "state.pt")
+        torch.save({"optimizer": optimizer.state_dict(), "processes": states}, partial / "state.pt")
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
-        complete = sorted(path for path in folder.glob("checkpoint-*") if path.suffix != TEMPORARY)
-        for old in complete[:-keep]:
+        for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
     return final
@@ -133,24 +146,25 @@ def save_checkpoint(
 
 def load_checkpoint(
     accelerator: Accelerator, checkpoint: Path, model: PeftModel, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, int], dict[str, Any]]:
-    """Put adapter, optimizer and random state back; returns this process' data position and the loop's counters."""
-    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-    if len(state["ranks"]) != accelerator.num_processes:
+) -> dict[str, Any]:
+    """Put adapter, optimizer and random state back; returns the `state` that this process had saved."""
+    saved = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    if len(saved["processes"]) != accelerator.num_processes:
         raise ValueError(
-            f"--resume: {checkpoint} was written by {len(state['ranks'])} processes, this run has "
+            f"--resume: {checkpoint} was written by {len(saved['processes'])} processes, this run has "
             f"{accelerator.num_processes}"
         )
     result = set_peft_model_state_dict(model, load_file(checkpoint / "adapter_model.safetensors"))
     assert not result.unexpected_keys, result.unexpected_keys
-    optimizer.load_state_dict(state["optimizer"])
-    mine = state["ranks"][accelerator.process_index]
-    torch.set_rng_state(mine["torch"])
-    return mine["data"], state["progress"]
+    optimizer.load_state_dict(saved["optimizer"])
+    state = saved["processes"][accelerator.process_index]
+    torch.set_rng_state(state.pop("random"))
+    return state
 
 
 class Interrupt:
-    """Turns the first Ctrl-C (or SIGTERM) into `asked`, which the loop reads between steps; a second one ends it."""
+    """Turns the first Ctrl-C (or SIGTERM) into `asked`, which the loop reads between steps; a second one
+    ends it."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -173,8 +187,11 @@ class Interrupt:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload a finished run, without its checkpoints, to the Hub model repository `repo`; returns its address."""
+    """Upload a finished run, without its checkpoints, to the Hub model repository `repo`; returns its
+    address."""
     api = HfApi()
     api.create_repo(repo, exist_ok=True)
-    api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(RUN_FILES), commit_message="Adapter")
+    api.upload_folder(
+        repo_id=repo, folder_path=folder, allow_patterns=list(RUN_FILES), commit_message="Adapter"
+    )
     return f"{api.endpoint}/{repo}"

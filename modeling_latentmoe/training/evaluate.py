@@ -1,6 +1,7 @@
 """Held-out loss, and accuracy of freely generated answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ def evaluate(
     accelerator: Accelerator,
     model: Any,
     processor: Any,
-    chats: Sequence[Chat],
+    chats: Iterable[Chat],
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -24,21 +25,28 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean token loss and share of exactly right answers over the chats of all processes.
 
-    An answer is what the model writes after the chat's prompt, greedily, in at most `max_new_tokens` tokens; it is
-    right when it equals the chat's last message, spaces at both ends aside. Each process passes its own chats.
+    An answer is what the model writes after the chat's prompt, greedily, in at most `max_new_tokens` tokens;
+    it is right when it equals the chat's last message, spaces at both ends aside. Each process passes its
+    own chats.
     """
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, right answers, answers
-    for start in range(0, len(chats), batch_size):
-        group = chats[start : start + batch_size]
-        batch = pad([encode_chat(processor, chat, thinking) for chat in group], processor.tokenizer.pad_token_id)
+    remaining = iter(chats)
+    while group := list(islice(remaining, batch_size)):
+        batch = pad(
+            [encode_chat(processor, chat, thinking) for chat in group], processor.tokenizer.pad_token_id
+        )
         batch = {name: value.to(model.device) for name, value in batch.items()}
         labels_BT = batch.pop("labels")
         loss = token_loss_sum(model(**batch).logits, labels_BT)
         answers = generate_answers(model, processor, group, max_new_tokens, thinking)
-        right = sum(answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=True))
-        sums += torch.tensor([loss.item(), count_loss_tokens(labels_BT), right, len(group)], dtype=torch.float64)
+        right = sum(
+            answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=True)
+        )
+        sums += torch.tensor(
+            [loss.item(), count_loss_tokens(labels_BT), right, len(group)], dtype=torch.float64
+        )
     model.train(was_training)
     loss, tokens, right, answers = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     if not answers:

@@ -7,10 +7,21 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+    ProcessorMixin,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.hub import HF_MODULES_CACHE
 
+import modeling_latentmoe
+
+# the trained tiny model that comes with the package
+_TINY = Path(modeling_latentmoe.__file__).parent / "tiny"
+SHIPPED_MODEL = str(_TINY.relative_to(Path.cwd()) if _TINY.is_relative_to(Path.cwd()) else _TINY)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -1,9 +1,10 @@
-"""Which parts of the model LoRA adapts, at which rank, with which learning rate; and how an adapter is read back.
+"""Which parts of the model LoRA adapts, at which rank, with which learning rate; and how an adapter is read
+back.
 
-Everything is stock PEFT (creation, names, files), so any PEFT reader restores an adapter. The routed experts are
-adapted through `target_parameters`; the model itself multiplies their factors, see moe.py.
-The image projector gets plain LoRA on its two linear layers and not `modules_to_save`: the file then holds nothing
-but LoRA factors, which is what servers accept, and stays small (its two matrices have 46 million weights in the
+Everything is stock PEFT (creation, names, files), so any PEFT reader restores an adapter. The routed experts
+are adapted through `target_parameters`; the model itself multiplies their factors, see moe.py. The image
+projector gets plain LoRA on its two linear layers and not `modules_to_save`: the file then holds nothing but
+LoRA factors, which is what servers accept, and stays small (its two matrices have 46 million weights in the
 released model).
 
 PEFT internals are touched here and in moe.py only.
@@ -22,16 +23,26 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 DENSE_TARGETS = (
-    "q_proj k_proj v_proj o_proj g_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj gate_proj up_proj down_proj "
-    "routed_expert_down_proj routed_expert_up_proj"
-).split()
-EXPERT_TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
-PROJECTOR_TARGETS = ["mm_projector.proj.0", "mm_projector.proj.2"]
-# adapted only by a target that names them: "q_proj" never reaches into an indexer
-PROTECTED = {"mm_projector", "indexer", "lm_head"}
+    *("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+    *("routed_expert_down_proj", "routed_expert_up_proj"),
+)
+EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+PROJECTOR_TARGETS = ("mm_projector.proj.0", "mm_projector.proj.2")
+# adapted only by a target that names them: "q_proj" never reaches into an indexer, "down_proj" no expert
+# stack
+PROTECTED = {"mm_projector", "indexer", "lm_head", "experts"}
 BASE_FILE = "base_model.json"
 # config fields that do not change which model it is
-VOLATILE = {"_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version"}
+VOLATILE = {
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "transformers_version",
+}
 
 
 def add_adapter(
@@ -45,9 +56,10 @@ def add_adapter(
 ) -> PeftModel:
     """Freeze `model` and put fp32 LoRA factors beside its weights, in place.
 
-    `target_modules` are the last parts of module names, and "experts.gate_up_proj" / "experts.down_proj" for the
-    routed experts; None takes all default targets that the model has. Dense layers get rank `r`, every routed expert
-    rank `expert_rank`; all are scaled by lora_alpha / r. Raises ValueError that names the switch.
+    `target_modules` are the last parts of module names, and "experts.gate_up_proj" / "experts.down_proj" for
+    the routed experts; None takes all default targets that the model has. Dense layers get rank `r`, every
+    routed expert rank `expert_rank`; all are scaled by lora_alpha / r. Raises ValueError that names the
+    switch.
     """
     if min(r, expert_rank) < 1:
         raise ValueError(f"--r {r} and --expert_rank {expert_rank} must be at least 1")
@@ -83,7 +95,9 @@ def add_adapter(
     )
     with warnings.catch_warnings():
         # PEFT says that patterns for stacked parameters are ignored; they are not, as is checked below
-        warnings.filterwarnings("ignore", message=".*(rank_pattern|alpha_pattern).*")
+        warnings.filterwarnings(
+            "ignore", message=".*(rank_pattern|alpha_pattern|is_gradient_checkpointing).*"
+        )
         peft_model = get_peft_model(model, config)
     check_adapter(peft_model, chosen, experts, r, expert_rank, lora_alpha / r)
     return peft_model
@@ -100,7 +114,8 @@ def ends_in_any(name: str, targets: Iterable[str]) -> bool:
 
 
 def reached(target: str, names: list[str]) -> list[str]:
-    """The full names that `target` stands for: those that end in it, protected parts only if it names them."""
+    """The full names that `target` stands for: those that end in it, protected parts only if it names
+    them."""
     closed = PROTECTED - set(target.split("."))
     return [name for name in names if ends_in_any(name, [target]) and not is_part(name, closed)]
 
@@ -115,13 +130,18 @@ def why_not(target: str, model: nn.Module, names: list[str]) -> str:
         if is_part(name, {"vision_tower"}):
             return "it lies in the vision tower, which stays frozen"
         return f"it lies in a part that must be named: {'.'.join(name.split('.')[-2:])}"
-    known = {name.rpartition(".")[2] for name in names if not is_part(name, PROTECTED | {"experts"})}
+    known = {name.rpartition(".")[2] for name in names if not is_part(name, PROTECTED)}
     known |= {target for target in EXPERT_TARGETS if reached(target, names)}
     return f"the model has no such module; it has {' '.join(sorted(known))}"
 
 
 def check_adapter(
-    peft_model: PeftModel, chosen: set[str], experts: dict[str, list[str]], r: int, expert_rank: int, scale: float
+    peft_model: PeftModel,
+    chosen: set[str],
+    experts: dict[str, list[str]],
+    r: int,
+    expert_rank: int,
+    scale: float,
 ) -> None:
     """Assert that PEFT adapted exactly the chosen layers and stacks, at the ranks and the scale asked for."""
     seen: dict[str, int] = {}
@@ -135,13 +155,17 @@ def check_adapter(
     expected = dict.fromkeys(chosen, r) | dict.fromkeys(stacks, expert_rank)
     assert seen == expected, f"PEFT adapted other layers: {sorted(seen.items() ^ expected.items())[:5]}"
     for name, parameter in peft_model.named_parameters():
-        assert not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64), f"{name} is not fp32"
+        assert not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64), (
+            f"{name} is not fp32"
+        )
 
 
 def parameter_groups(model: nn.Module, rates: dict[str, float]) -> list[dict]:
-    """Optimizer groups of the trainable parameters: "kda", "attention", "experts", "projector" and "dense" (the rest).
+    """Optimizer groups of the trainable parameters: "kda", "attention", "experts", "projector" and "dense"
+    (the rest).
 
-    `rates` gives each group's peak learning rate; a group without parameters is left out. Works on the wrapped model.
+    `rates` gives each group's peak learning rate; a group without parameters is left out. Works on the
+    wrapped model.
     """
     layer_types = model.config.get_text_config().layer_types
     members: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
@@ -165,7 +189,9 @@ def group_of(name: str, layer_types: list[str]) -> str:
 
 def trainable_line(model: nn.Module, groups: list[dict]) -> str:
     """How many weights train, in all and by group; packed weights count as the numbers they stand for."""
-    total = sum(weights(parameter) for name, parameter in model.named_parameters() if not name.endswith("_scale"))
+    total = sum(
+        weights(parameter) for name, parameter in model.named_parameters() if not name.endswith("_scale")
+    )
     counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in groups}
     train = sum(counts.values())
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
@@ -178,7 +204,8 @@ def weights(parameter: nn.Parameter) -> int:
 
 
 def base_identity(model: nn.Module, name: str) -> dict[str, str]:
-    """What tells one base model from another: its name, and a digest of its config and of its last norm's weights.
+    """What tells one base model from another: its name, and a digest of its config and of its last norm's
+    weights.
 
     Neither the dtype of the weights nor packed or unpacked experts change the digest.
     """
@@ -211,10 +238,15 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
             raise ValueError(f"adapter {adapter} was made for another base model ({made_for['base_model']})")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(rank_pattern|alpha_pattern|missing adapter keys).*")
+            warnings.filterwarnings(
+                "ignore",
+                message=".*(rank_pattern|alpha_pattern|is_gradient_checkpointing|missing adapter keys).*",
+            )
             peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
     except RuntimeError as error:
-        raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
+        raise ValueError(
+            f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}"
+        ) from error
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         stored = set(file.keys())
     used = set(get_peft_model_state_dict(peft_model))

@@ -2,13 +2,13 @@
 
 Shapes: B batch, T tokens, V vocab, E experts.
 
-A step accumulates micro-batches on each of `dp_size` processes. With n the number of trained tokens of all of them
-together, the loss of the step is (sum of all token losses) / n. Each process backpropagates
+A step accumulates micro-batches on each of `dp_size` processes. With n the number of trained tokens of all
+of them together, the loss of the step is (sum of all token losses) / n. Each process backpropagates
 
     dp_size * (sum of its token losses) / n
 
-because the gradients of replicated parameters are then averaged over the processes. n is therefore known before the
-first forward of the step.
+because the gradients of replicated parameters are then averaged over the processes. n is therefore known
+before the first forward of the step.
 """
 
 from contextlib import nullcontext
@@ -27,7 +27,8 @@ def count_loss_tokens(labels_BT: Tensor) -> int:
 
 
 def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Sum (not mean) of the cross-entropies of the predicted positions, at least in fp32; 0 when there is none."""
+    """Sum (not mean) of the cross-entropies of the predicted positions, at least in fp32; 0 when there is
+    none."""
     targets_BT = labels_BT[:, 1:]
     chosen_BT = targets_BT != IGNORE
     logits_NV = logits_BTV[:, :-1][chosen_BT]
@@ -46,11 +47,12 @@ def backpropagate(
 ) -> tuple[float, Tensor]:
     """Forward and backward of this process' micro-batches of one step.
 
-    `window` holds batches of model arguments with `labels`; `n_tokens` is the number of trained tokens of all
-    processes. Returns the loss of the whole step (the same number on every process) and this process' expert load,
-    int64 [MoE layers, E].
+    `window` holds batches of model arguments with `labels`; `n_tokens` is the number of trained tokens of
+    all processes. Returns the loss of the whole step (the same number on every process) and this process'
+    expert load, int64 [MoE layers, E].
     """
-    # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole window
+    # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole
+    # window
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
     loss_sum = torch.zeros((), dtype=torch.float64)
     load = 0

@@ -1,4 +1,5 @@
-"""What a run says and writes down: progress bar, metrics.jsonl, a picture, the model card, one voice for errors."""
+"""What a run says and writes down: progress bar, metrics.jsonl, a picture, the model card, one voice for
+errors."""
 
 import json
 import os
@@ -50,7 +51,9 @@ class Progress:
         self.bar = tqdm(total=1.0, initial=done, bar_format=BAR, disable=not active, mininterval=interval)
 
     def update(self, done: float, step: int, loss: float, tokens_per_s: float) -> None:
-        self.bar.set_description_str(f"step {step}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s", refresh=False)
+        self.bar.set_description_str(
+            f"step {step}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s", refresh=False
+        )
         self.bar.update(min(done, 1.0) - self.bar.n)
 
     def close(self) -> None:
@@ -58,7 +61,8 @@ class Progress:
 
 
 def load_imbalance(load: Tensor) -> float:
-    """Busiest expert over the average one, in the worst layer, of a load [MoE layers, E]; 0 without experts."""
+    """Busiest expert over the average one, in the worst layer, of a load [MoE layers, E]; 0 without
+    experts."""
     if not load.numel():
         return 0.0
     load = load.double()
@@ -154,9 +158,12 @@ def model_card(
     if evaluations:
         rows = [("before", evaluations[0]), ("after", evaluations[-1])][: len(evaluations)]
         cells = (
-            f"| {when} | {r['eval_accuracy']:.1%} | {r['eval_loss']:.4f} | {r['eval_samples']} |\n" for when, r in rows
+            f"| {when} | {r['eval_accuracy']:.1%} | {r['eval_loss']:.4f} | {r['eval_samples']} |\n"
+            for when, r in rows
         )
-        table = "| | exact answers | loss per token | held-out samples |\n|---|---|---|---|\n" + "".join(cells)
+        table = "| | exact answers | loss per token | held-out samples |\n|---|---|---|---|\n" + "".join(
+            cells
+        )
     return CARD.format(
         # only a Hub id is a valid link there
         base_model="" if Path(base).exists() else f"base_model: {base}\n",
@@ -173,7 +180,8 @@ def model_card(
 
 
 def report_error(error: BaseException) -> None:
-    """Print one line to stderr; where several processes fail with the same mistake, only the first one speaks."""
+    """Print one line to stderr; where several processes fail with the same mistake, only the first one
+    speaks."""
     if first_to_speak(os.environ):
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
 

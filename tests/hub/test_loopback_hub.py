@@ -50,8 +50,11 @@ for call, error in (
 
 DATASET = """
 import numpy as np
-from datasets import Dataset, Features, Image, List, Value, load_dataset
+from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as PILImage
+
+from modeling_latentmoe.training.data import read_chat
+from modeling_latentmoe.training.rows import open_dataset
 
 message = {"role": Value("string"), "content": Value("string")}
 features = Features({"images": List(Image()), "messages": List(message)})
@@ -66,9 +69,14 @@ rows = [
 ]
 Dataset.from_list(rows, features=features).push_to_hub("user/shades", num_shards=2)
 for streaming in (False, True):
-    seen = list(load_dataset("user/shades", split="train", streaming=streaming))
-    assert [row["messages"][1]["content"] for row in seen] == [str(20 * i) for i in range(8)]
-    assert all(np.array(row["images"][0]).max() == 20 * i for i, row in enumerate(seen))
+    dataset, folder = open_dataset("user/shades", "train", streaming=streaming)
+    chats = [read_chat(f"row {i}", row, folder) for i, row in enumerate(dataset)]
+    assert len(chats) == 8
+    for i, chat in enumerate(chats):
+        question, answer = chat.messages
+        parts = {part["type"]: part for part in question["content"]}
+        assert np.array(parts["image"]["image"]).max() == 20 * i
+        assert (parts["text"]["text"], answer["content"]) == (f"shade {i}?", str(20 * i))
 """
 
 
@@ -97,4 +105,5 @@ def test_ranges(hub: LoopbackHub, hub_env: dict[str, str], fresh_process: Callab
 
 
 def test_dataset_round_trip(hub_env: dict[str, str], fresh_process: Callable[..., str]) -> None:
-    fresh_process(DATASET, env=hub_env)
+    """Chats with images pushed by `datasets`, read back by the training data reader, whole and streamed."""
+    fresh_process(DATASET, env=hub_env, package=True)

@@ -150,6 +150,7 @@ def test_lora_script_pushes_a_loadable_adapter(
 ) -> None:
     """A few steps of the training script with `--push_to_hub`, then stock PEFT from the Hub."""
     command = [sys.executable, str(root / "scripts" / "lora.py"), "--model", "user/tiny", "--max_steps", "2"]
+    command += ["--batch_size", "4", "--eval_samples", "4", "--max_new_tokens", "4"]
     command += ["--output_dir", str(tmp_path / "run"), "--push_to_hub", "user/digits"]
     env = {**os.environ, **shared_model, "HF_MODULES_CACHE": str(tmp_path / "hf_modules")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
