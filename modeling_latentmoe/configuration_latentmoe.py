@@ -67,7 +67,11 @@ def _released_quantization() -> dict[str, Any]:
         "dynamic": False,
         "scale_dtype": "torch.uint8",
     }
-    return {"quant_method": "compressed-tensors", "format": PACKED_FORMAT, "config_groups": {"group_0": {"weights": weights}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": PACKED_FORMAT,
+        "config_groups": {"group_0": {"weights": weights}},
+    }
 
 
 def own_quantization(quantization: dict[str, Any] | Any | None) -> dict[str, Any] | Any | None:
@@ -80,13 +84,19 @@ def own_quantization(quantization: dict[str, Any] | Any | None) -> dict[str, Any
         return quantization
     method, layout = quantization.get("quant_method"), quantization.get("format", PACKED_FORMAT)
     if method not in ("compressed-tensors", QUANT_METHOD):
-        raise ValueError(f"quantization_config.quant_method: {method!r} is not supported, expected {QUANT_METHOD!r}")
+        raise ValueError(
+            f"quantization_config.quant_method: {method!r} is not supported, expected {QUANT_METHOD!r}"
+        )
     if layout != PACKED_FORMAT:
-        raise ValueError(f"quantization_config.format: {layout!r} is not supported, expected {PACKED_FORMAT!r}")
+        raise ValueError(
+            f"quantization_config.format: {layout!r} is not supported, expected {PACKED_FORMAT!r}"
+        )
     for name, group in quantization.get("config_groups", {}).items():
         size = group.get("weights", {}).get("group_size", MXFP4_GROUP)
         if size != MXFP4_GROUP:
-            raise ValueError(f"quantization_config.config_groups.{name}.weights.group_size: {size}, must be {MXFP4_GROUP}")
+            raise ValueError(
+                f"quantization_config.config_groups.{name}.weights.group_size: {size}, must be {MXFP4_GROUP}"
+            )
     own = {"quant_method": QUANT_METHOD, "format": PACKED_FORMAT}
     if quantization.get("dequantize"):
         own["dequantize"] = True
@@ -189,7 +199,9 @@ class LatentMoETextConfig(PreTrainedConfig):
         if linear is not None:
             kda, full = linear.get("kda_layers"), linear.get("full_attn_layers")
             if kda is None or full is None:
-                raise ValueError("linear_attn_config: kda_layers and full_attn_layers (1-based) are both required")
+                raise ValueError(
+                    "linear_attn_config: kda_layers and full_attn_layers (1-based) are both required"
+                )
             if sorted([*kda, *full]) != list(range(1, n + 1)):
                 raise ValueError(
                     f"linear_attn_config: kda_layers and full_attn_layers must partition the layers 1..{n} "
@@ -199,7 +211,9 @@ class LatentMoETextConfig(PreTrainedConfig):
                 kinds[layer - 1] = LINEAR
         if self.index_topk is None:
             if self.indexer_types and set(self.indexer_types) != {"none"}:
-                raise ValueError("indexer_types is set but index_topk is null: set index_topk, or remove indexer_types")
+                raise ValueError(
+                    "indexer_types is set but index_topk is null: set index_topk, or remove indexer_types"
+                )
             return kinds
         if self.indexer_types is None:
             self.indexer_types = ["none" if kind == LINEAR else "full" for kind in kinds]
@@ -219,7 +233,13 @@ class LatentMoETextConfig(PreTrainedConfig):
         return kinds
 
     def _validate(self) -> None:
-        positive = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+        positive = [
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        ]
         positive += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "attn_res_block_size"]
         for name in positive:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -229,11 +249,15 @@ class LatentMoETextConfig(PreTrainedConfig):
         if self.hidden_act not in ("situ", "silu"):
             raise ValueError(f"hidden_act: unknown activation {self.hidden_act!r}, expected 'situ' or 'silu'")
         if not self.mla_use_nope:
-            raise ValueError("mla_use_nope: false is not supported (attention layers carry no rotary embedding)")
+            raise ValueError(
+                "mla_use_nope: false is not supported (attention layers carry no rotary embedding)"
+            )
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError("num_key_value_heads: MLA needs it equal to num_attention_heads")
         if self.num_nextn_predict_layers:
-            raise ValueError("num_nextn_predict_layers: multi-token prediction layers are not supported, set it to 0")
+            raise ValueError(
+                "num_nextn_predict_layers: multi-token prediction layers are not supported, set it to 0"
+            )
         if self.index_topk is not None and min(self.index_topk, self.index_n_heads, self.index_head_dim) < 1:
             raise ValueError("index_topk, index_n_heads and index_head_dim must be positive")
         if LINEAR in self.layer_types:
@@ -245,9 +269,13 @@ class LatentMoETextConfig(PreTrainedConfig):
         linear = self.linear_attn_config
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
             if not isinstance(linear.get(name), int) or linear[name] < 1:
-                raise ValueError(f"linear_attn_config.{name}: {linear.get(name)!r}, must be a positive integer")
+                raise ValueError(
+                    f"linear_attn_config.{name}: {linear.get(name)!r}, must be a positive integer"
+                )
         if not linear.get("use_full_rank_gate", False):
-            raise ValueError("linear_attn_config.use_full_rank_gate: only true is supported (one full-rank g_proj)")
+            raise ValueError(
+                "linear_attn_config.use_full_rank_gate: only true is supported (one full-rank g_proj)"
+            )
         bound = linear.get("gate_lower_bound")
         if bound is not None and bound >= 0:
             raise ValueError(f"linear_attn_config.gate_lower_bound: {bound}, must be negative or null")
@@ -258,7 +286,9 @@ class LatentMoETextConfig(PreTrainedConfig):
                 f"num_experts_per_token: {self.num_experts_per_token}, must lie in 1..num_experts={self.num_experts}"
             )
         if not self.moe_intermediate_size or self.moe_intermediate_size < 1:
-            raise ValueError(f"moe_intermediate_size: {self.moe_intermediate_size!r}, must be a positive integer")
+            raise ValueError(
+                f"moe_intermediate_size: {self.moe_intermediate_size!r}, must be a positive integer"
+            )
         if self.moe_router_activation_func not in ("sigmoid", "softmax"):
             raise ValueError(
                 f"moe_router_activation_func: unknown {self.moe_router_activation_func!r}, expected 'sigmoid' or 'softmax'"
@@ -266,7 +296,9 @@ class LatentMoETextConfig(PreTrainedConfig):
         if self.topk_method != "noaux_tc":
             raise ValueError(f"topk_method: {self.topk_method!r} is not supported, expected 'noaux_tc'")
         if self.num_experts % self.num_expert_group or not 1 <= self.topk_group <= self.num_expert_group:
-            raise ValueError("num_expert_group must divide num_experts and topk_group must lie in 1..num_expert_group")
+            raise ValueError(
+                "num_expert_group must divide num_experts and topk_group must lie in 1..num_expert_group"
+            )
         reachable = self.num_experts // self.num_expert_group * self.topk_group
         if self.num_experts_per_token > reachable:
             raise ValueError(
@@ -277,9 +309,14 @@ class LatentMoETextConfig(PreTrainedConfig):
 
     def validate_packable(self) -> None:
         """Raise ValueError when expert sizes do not divide into MXFP4 groups of 32."""
-        for name in ("moe_intermediate_size", "routed_expert_hidden_size" if self.routed_expert_hidden_size else "hidden_size"):
+        for name in (
+            "moe_intermediate_size",
+            "routed_expert_hidden_size" if self.routed_expert_hidden_size else "hidden_size",
+        ):
             if getattr(self, name) % MXFP4_GROUP:
-                raise ValueError(f"{name}: {getattr(self, name)} is not a multiple of {MXFP4_GROUP}, as MXFP4 experts need")
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} is not a multiple of {MXFP4_GROUP}, as MXFP4 experts need"
+                )
 
     @property
     def gate_lower_bound(self) -> float | None:
@@ -301,7 +338,11 @@ class LatentMoETextConfig(PreTrainedConfig):
         self._packed_by_root = packed
 
     def is_moe_layer(self, layer: int) -> bool:
-        return bool(self.num_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        return (
+            bool(self.num_experts)
+            and layer >= self.first_k_dense_replace
+            and layer % self.moe_layer_freq == 0
+        )
 
     def _without_private(self, out: dict[str, Any]) -> dict[str, Any]:
         out.pop("_packed_by_root", None)
@@ -346,7 +387,9 @@ class LatentMoEVisionConfig(PreTrainedConfig):
     text_hidden_size: int = 7168
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("_attn_implementation", None)  # released: flash_attention_2; the tower has its own attention
+        kwargs.pop(
+            "_attn_implementation", None
+        )  # released: flash_attention_2; the tower has its own attention
         super().__post_init__(**kwargs)
         if self.qkv_hidden_size is None:
             self.qkv_hidden_size = self.vt_hidden_size
@@ -365,9 +408,16 @@ class LatentMoEVisionConfig(PreTrainedConfig):
         }
         for name, value in fixed.items():
             if getattr(self, name) != value:
-                raise ValueError(f"vision_config.{name}: {getattr(self, name)!r} is not supported, expected {value!r}")
-        if self.qkv_hidden_size % self.vt_num_attention_heads or (self.qkv_hidden_size // self.vt_num_attention_heads) % 4:
-            raise ValueError("vision_config.qkv_hidden_size: must divide into vt_num_attention_heads heads of 4k channels")
+                raise ValueError(
+                    f"vision_config.{name}: {getattr(self, name)!r} is not supported, expected {value!r}"
+                )
+        if (
+            self.qkv_hidden_size % self.vt_num_attention_heads
+            or (self.qkv_hidden_size // self.vt_num_attention_heads) % 4
+        ):
+            raise ValueError(
+                "vision_config.qkv_hidden_size: must divide into vt_num_attention_heads heads of 4k channels"
+            )
         if self.mm_hidden_size != self.vt_hidden_size:
             raise ValueError("vision_config.mm_hidden_size: must equal vt_hidden_size")
 
@@ -412,7 +462,10 @@ class LatentMoEConfig(PreTrainedConfig):
             if is_packed(quantization) and self.text_config.num_experts:
                 self.text_config.validate_packable()
         super().__post_init__(**kwargs)
-        if self.vision_config is not None and self.vision_config.text_hidden_size != self.text_config.hidden_size:
+        if (
+            self.vision_config is not None
+            and self.vision_config.text_hidden_size != self.text_config.hidden_size
+        ):
             raise ValueError(
                 f"vision_config.text_hidden_size: {self.vision_config.text_hidden_size} differs from "
                 f"text_config.hidden_size={self.text_config.hidden_size}"
@@ -460,7 +513,12 @@ class LatentMoEConfig(PreTrainedConfig):
 
         vision: with a two-block tower. experts: 0 gives a dense model. packed: MXFP4 experts.
         """
-        linear = {"kda_layers": [1, 2, 4, 5, 7], "full_attn_layers": [3, 6, 8], "num_heads": 4, "head_dim": 16}
+        linear = {
+            "kda_layers": [1, 2, 4, 5, 7],
+            "full_attn_layers": [3, 6, 8],
+            "num_heads": 4,
+            "head_dim": 16,
+        }
         linear |= {"short_conv_kernel_size": 4, "use_full_rank_gate": True, "gate_lower_bound": -5.0}
         text = {
             "vocab_size": 512,

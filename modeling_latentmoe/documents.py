@@ -163,7 +163,11 @@ class Documents:
         valid = torch.ones(B, T, dtype=torch.bool, device=device)
         if attention_mask is not None:
             cached = 0 if past_ids is None else past_ids.shape[1]
-            if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] not in (T, cached + T):
+            if (
+                attention_mask.dim() != 2
+                or attention_mask.shape[0] != B
+                or attention_mask.shape[1] not in (T, cached + T)
+            ):
                 raise ValueError(
                     f"attention_mask: shape {tuple(attention_mask.shape)}, expected [{B}, {T}] or [{B}, {cached + T}] "
                     f"with 0 at padding (documents are separated by cu_seqlens, not by a 4-D mask)"
@@ -186,7 +190,13 @@ def _starts_from_boundaries(cu_seqlens: torch.Tensor, B: int, T: int, device: to
     if B != 1:
         raise ValueError(f"cu_seqlens: expects all documents packed into one row, got {B} rows")
     borders = cu_seqlens.to(device=device, dtype=torch.long)
-    if borders.dim() != 1 or len(borders) < 2 or borders[0] != 0 or borders[-1] != T or bool((borders.diff() < 0).any()):
+    if (
+        borders.dim() != 1
+        or len(borders) < 2
+        or borders[0] != 0
+        or borders[-1] != T
+        or bool((borders.diff() < 0).any())
+    ):
         raise ValueError(
             f"cu_seqlens: must rise from 0 to the row length {T} (a padded tail is a document that attention_mask "
             f"hides), got {borders.tolist()[:8]}"

@@ -61,7 +61,11 @@ class GatedLatentAttention(nn.Module):
         super().__init__()
         N, D = config.num_attention_heads, config.hidden_size
         self.num_heads = N
-        self.nope_dim, self.shared_dim, self.value_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.nope_dim, self.shared_dim, self.value_dim = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
         self.latent_dim = config.kv_lora_rank
         self.scale = (self.nope_dim + self.shared_dim) ** -0.5
         self.config, self.indexer_type = config, indexer_type

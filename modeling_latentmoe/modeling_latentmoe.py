@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from .attn_residual import mix
-from .cache import CACHE_ARGUMENT, LatentMoECache
+from .cache import CACHE_ARGUMENT, LatentMoECache, check_cache
 from .configuration_latentmoe import INDEXED, LINEAR, LatentMoEConfig, LatentMoETextConfig
 from .conversion import check_checkpoint, packed_converters
 from .documents import Documents
@@ -172,16 +172,22 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
         quantized = load_config.hf_quantizer is not None
         if checkpoint_files:
             check_checkpoint(model, checkpoint_files, packed=quantized)
-        info = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info = PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
         if model.config.get_text_config().packed_experts:
             assert_packed(model)
         return info
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs
+    ) -> None:
         # Layers are recomputed in backward, but never their decisions: the top-k of routers and indexers is saved.
         # Every public switch of transformers and PEFT ends here.
         if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
-            raise ValueError("use_reentrant: must be False (reentrant checkpointing cannot save routing decisions)")
+            raise ValueError(
+                "use_reentrant: must be False (reentrant checkpointing cannot save routing decisions)"
+            )
         context_fn = partial(create_selective_checkpoint_contexts, SAVED_DECISIONS)
         function = partial(gradient_checkpointing_func, use_reentrant=False, context_fn=context_fn)
         super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=function, **kwargs)
@@ -235,7 +241,7 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids / inputs_embeds: pass exactly one of them")
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._given_cache(cache if cache is not None else past_key_values)
+        cache = None if self._recomputes else check_cache(cache if cache is not None else past_key_values)
         documents = Documents.of_batch(
             stream.shape[:2],
             stream.device,
@@ -250,15 +256,21 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         for i, layer in enumerate(self.layers):
             streams.append(stream)
             layer_cache = None if cache is None else cache.layers[i]
-            stream, snapshots, index, router_logits, load = layer(stream, snapshots, index, documents, cache=layer_cache)
+            stream, snapshots, index, router_logits, load = layer(
+                stream, snapshots, index, documents, cache=layer_cache
+            )
             if load is not None:
                 all_router_logits.append(router_logits)
                 loads.append(load)
         if cache is not None:
             cache.remember(documents.ids_BT)
         h = self.norm(mix((*snapshots, stream), self.output_attn_res_proj, self.output_attn_res_norm))
-        want_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        want_logits = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        want_hidden = (
+            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
+        want_logits = (
+            self.config.output_router_logits if output_router_logits is None else output_router_logits
+        )
         return LatentMoEOutput(
             last_hidden_state=h,
             hidden_states=(*streams, h) if want_hidden else None,
@@ -266,11 +278,6 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
             expert_load=torch.stack(loads) if loads else None,
             **_cache_fields(cache),
         )
-
-    def _given_cache(self, cache) -> LatentMoECache | None:
-        if cache is not None and not hasattr(cache, "ids_BS"):
-            raise ValueError(f"cache: {type(cache).__name__} is not supported, leave it out (a LatentMoECache is made)")
-        return None if self._recomputes else cache
 
     @property
     def _recomputes(self) -> bool:
@@ -283,7 +290,9 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
             return None
         if documents.packed:
             if cache is not None or use_cache:
-                raise ValueError("packed rows cannot be cached: pass one document per row, or use_cache=False")
+                raise ValueError(
+                    "packed rows cannot be cached: pass one document per row, or use_cache=False"
+                )
             return None
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         return LatentMoECache(len(self.layers)) if cache is None and wanted else cache
@@ -367,7 +376,9 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         if self.config.vision_config is None:
             raise ValueError("pixel_values: this model has no vision tower (vision_config is null)")
         if pixel_values is None or grid_thws is None:
-            raise ValueError("pixel_values and grid_thws belong together: pass both (the processor returns them)")
+            raise ValueError(
+                "pixel_values and grid_thws belong together: pass both (the processor returns them)"
+            )
         return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
 
     @can_return_tuple
@@ -385,13 +396,17 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         [I, 3]. input_ids hold one media placeholder per image token; any other number is a ValueError. With a cache a
         single row may bring its images in the first call and read their placeholders over several.
         """
-        cache = cache if cache is not None else past_key_values
+        cache = check_cache(cache if cache is not None else past_key_values)
         if inputs_embeds is None and input_ids is not None:
             inputs_embeds = self._embed(input_ids, pixel_values, grid_thws, cache)
         elif pixel_values is not None:
-            raise ValueError("pixel_values: placeholders are found in input_ids, which inputs_embeds replaces")
+            raise ValueError(
+                "pixel_values: placeholders are found in input_ids, which inputs_embeds replaces"
+            )
         ignore_index = self.config.ignore_index
-        return self.language_model(inputs_embeds=inputs_embeds, cache=cache, ignore_index=ignore_index, **kwargs)
+        return self.language_model(
+            inputs_embeds=inputs_embeds, cache=cache, ignore_index=ignore_index, **kwargs
+        )
 
     def _embed(self, input_ids, pixel_values, grid_thws, cache) -> torch.Tensor:
         """Token embeddings with image features written over their placeholders."""
@@ -440,21 +455,30 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         cache, grid_thws = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("grid_thws")
         if cache is not None and grid_thws is not None:
             self._images_by_row(input_ids, grid_thws)
-            features = self.encode_images(model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws"))
+            features = self.encode_images(
+                model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws")
+            )
             media_BT = input_ids == self.config.media_placeholder_token_id
             cache.images = list(features.split(media_BT.sum(1).tolist()))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
+    def _expand_inputs_for_generation(
+        self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
+    ):
         # Rows of pixel_values are patches, not batch rows: all images of a row are repeated together.
         pixel_values, grid_thws = model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws", None)
         if expand_size > 1 and grid_thws is not None:
             images = self._images_by_row(input_ids, grid_thws)
             patches = pixel_values.split(grid_thws.prod(1).tolist())
-            order = [i for row in torch.arange(len(grid_thws)).split(images) for i in row.tolist() * expand_size]
+            order = [
+                i for row in torch.arange(len(grid_thws)).split(images) for i in row.tolist() * expand_size
+            ]
             pixel_values, grid_thws = torch.cat([patches[i] for i in order]), grid_thws[order]
         input_ids, model_kwargs = super()._expand_inputs_for_generation(
-            expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+            expand_size=expand_size,
+            is_encoder_decoder=is_encoder_decoder,
+            input_ids=input_ids,
+            **model_kwargs,
         )
         if pixel_values is not None:
             model_kwargs["pixel_values"] = pixel_values

@@ -33,7 +33,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
+def situ_glu(
+    gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None
+) -> torch.Tensor:
     """SiTU-GLU: beta * tanh(g / beta) * sigmoid(g) times linear_beta * tanh(u / linear_beta), rounded once.
 
     The sigmoid sees the uncapped gate. `linear_beta=None` leaves `up` as it is; `beta=None` means 1.
@@ -82,7 +84,9 @@ def short_conv(
     return F.silu(y).to(x_MD.dtype)
 
 
-def kda_gate(z_MHK: torch.Tensor, A_log_H: torch.Tensor, dt_bias_HK: torch.Tensor, lower_bound: float | None) -> torch.Tensor:
+def kda_gate(
+    z_MHK: torch.Tensor, A_log_H: torch.Tensor, dt_bias_HK: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
     """Log decay of KDA in fp32: lower_bound * sigmoid(exp(A_log) (z + dt_bias)), or with lower_bound None
     the unbounded form -exp(A_log) * softplus(z + dt_bias)."""
     rate_H1 = A_log_H.exp().unsqueeze(-1)
@@ -175,9 +179,7 @@ def kda_chunk(
     return o_MHV.to(dtype), torch.empty_like(state).index_copy(0, chunks.rank_D, state)
 
 
-def index_scores(
-    q_BTNK: torch.Tensor, k_BSK: torch.Tensor, weight_BTN: torch.Tensor
-) -> torch.Tensor:
+def index_scores(q_BTNK: torch.Tensor, k_BSK: torch.Tensor, weight_BTN: torch.Tensor) -> torch.Tensor:
     """Lightning-indexer scores [B, T, S] in fp32: sum over index heads of weight * relu(K ** -0.5 q . k)."""
     dots_BTNS = torch.einsum("btnk,bsk->btns", _wide(q_BTNK), _wide(k_BSK)) * q_BTNK.shape[-1] ** -0.5
     return torch.einsum("btns,btn->bts", F.relu(dots_BTNS), _wide(weight_BTN))
@@ -224,7 +226,9 @@ def attention(
     fused: torch's scaled_dot_product_attention instead of the explicit product (same mathematics, less memory).
     """
     if fused:
-        return F.scaled_dot_product_attention(q_BNTK, k_BNSK, v_BNSV, attn_mask=mask_BTS.unsqueeze(1), scale=scale)
+        return F.scaled_dot_product_attention(
+            q_BNTK, k_BNSK, v_BNSV, attn_mask=mask_BTS.unsqueeze(1), scale=scale
+        )
     score = (q_BNTK @ k_BNSK.transpose(2, 3)) * scale
     score = score.masked_fill(~mask_BTS.unsqueeze(1), -torch.inf)
     return torch.softmax(_wide(score), dim=-1).to(q_BNTK.dtype) @ v_BNSV
@@ -319,7 +323,9 @@ class GroupedMatmul(torch.autograd.Function):
 def _row_ranges(counts: list[int]) -> list[tuple[int, slice]]:
     """(expert, its rows) of every expert that has rows."""
     ends = accumulate(counts)
-    return [(expert, slice(end - n, end)) for expert, (n, end) in enumerate(zip(counts, ends, strict=True)) if n]
+    return [
+        (expert, slice(end - n, end)) for expert, (n, end) in enumerate(zip(counts, ends, strict=True)) if n
+    ]
 
 
 def _matrices_with_rows(

@@ -1,4 +1,4 @@
-"""Attention residuals: the mixture against its formula, and the decoder's order of snapshots written out again.
+"""Attention residuals: the mixture against its formula, the decoder's snapshots written out again.
 
 Legend: B batch, T tokens, D model width, J sources.
 """
@@ -97,7 +97,7 @@ def test_mixture_uses_raw_sources() -> None:
 
 
 def test_scores_have_no_temperature() -> None:
-    """Two unit sources whose scores are D ** 0.5 * log 3 and 0 without any scaling weigh 3 : 1 at score log 3."""
+    """Two sources of scores log 3 and 0 weigh 3 : 1."""
     a, b = torch.zeros(1, 1, D), torch.zeros(1, 1, D)
     a[..., 0], b[..., 1] = D**0.5, D**0.5
     score_D = torch.zeros(D)

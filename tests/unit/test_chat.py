@@ -197,6 +197,13 @@ def test_parse_message() -> None:
     assert parse_message(tokenizer, ids, thinking=False) == {"think": "", "response": message["content"]}
 
 
+def test_parse_message_ignores_tags_inside_other_channels() -> None:
+    tokenizer = tiny_tokenizer()
+    text = "<|open|>tools<|sep|><|open|>response<|sep|>inner<|close|>response<|sep|>x<|close|>tools<|sep|>"
+    ids = encode_segments(tokenizer, [Segment(f"outer<|close|>response<|sep|>{text}", allow_special=True)])[0]
+    assert parse_message(tokenizer, ids, thinking=False) == {"think": "", "response": "outer"}
+
+
 def test_parse_message_that_stopped_anywhere() -> None:
     tokenizer = tiny_tokenizer()
     ids = answer_ids(tokenizer, {"content": "seven", "reasoning_content": "counting"}, thinking=True)

@@ -1,10 +1,9 @@
-"""Documents: what attention_mask, position_ids and cu_seqlens mean together, windows and chunks by brute force.
+"""Documents: what masks, positions and borders mean together; windows and chunks by brute force.
 
 Legend: B batch, T tokens, S keys, P cached tokens, M real tokens in order, D documents, W window, C chunk.
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import pytest
 import torch
@@ -22,15 +21,11 @@ def of_batch(T: int, B: int = 1, past=None, **inputs) -> Documents:
 
 
 def grouped(ids_BT: torch.Tensor) -> list[list[list[int]]]:
-    """Positions of every document, row by row: what numbers documents have does not matter, only who is together."""
+    """Positions of every document, row by row, in order: only who is together matters, not the numbers."""
     found = []
     for row in ids_BT.tolist():
-        runs = [
-            (number, [t for t, _ in run]) for number, run in groupby(enumerate(row), key=lambda pair: pair[1])
-        ]
-        numbers = [number for number, _ in runs if number >= 0]
-        # A document that is cut by padding goes on behind it.
-        found.append([sum((r for n, r in runs if n == number), []) for number in dict.fromkeys(numbers)])
+        numbers = list(dict.fromkeys(number for number in row if number >= 0))
+        found.append([[t for t, number in enumerate(row) if number == mine] for mine in numbers])
     return found
 
 
@@ -148,6 +143,11 @@ def test_documents_of_a_batch(case: Batch) -> None:
 
 
 @with_batches
+def test_packed_says_whether_a_row_holds_several_documents(case: Batch) -> None:
+    assert case.build().packed == any(len(row) > 1 for row in case.documents)
+
+
+@with_batches
 def test_attention_mask_and_longest_equal_brute_force(case: Batch) -> None:
     documents = case.build()
     B, T = len(case.documents), case.T
@@ -194,7 +194,7 @@ def test_valid_pack_and_unpack(case: Batch) -> None:
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 6])
 @with_batches
 def test_window_equals_brute_force(case: Batch, width: int) -> None:
-    """Every token of every document is a number; remembered ones are negative: -1 is the newest of document 0."""
+    """A document's line is its remembered tokens, which are numbered behind all real ones, and its own."""
     documents = case.build()
     lengths, kept = documents.length_D.tolist(), width - 1
     M = sum(lengths)
@@ -269,7 +269,6 @@ MISTAKES = (
     Mistake("mask-with-4-dimensions", (("attention_mask", [[[[1, 1, 1, 1]]]]),), "attention_mask"),
     Mistake("mask-without-cache", (("attention_mask", [[1] * 6]),), "attention_mask"),
     Mistake("mask-longer-than-cache", (("attention_mask", [[1] * 7]),), "attention_mask", past=((0, 0),)),
-    Mistake("restart-after-cache", (("position_ids", [[2, 3, 0, 1]]),), "packed row", past=((0, 0),)),
 )
 
 

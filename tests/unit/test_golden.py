@@ -47,7 +47,9 @@ def capture(model, name: str, found: dict) -> list:
             hooks.append(module.register_forward_hook(record))
         if layer.is_moe:
             gate = layer.block_sparse_moe.gate
-            hooks.append(gate.register_forward_hook(lambda _, args, out, i=i: found.update({f"router.{i}": out})))
+            hooks.append(
+                gate.register_forward_hook(lambda _, args, out, i=i: found.update({f"router.{i}": out}))
+            )
     return hooks
 
 

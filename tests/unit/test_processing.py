@@ -184,6 +184,7 @@ def test_written_out_prompts(processor: LatentMoEProcessor) -> None:
     assert processor.decode(batch["input_ids"][0]) == text.replace(IMAGE_PLACEHOLDER, shown)
     two = processor(text=[text, "plain"], images=[[image], []])
     assert torch.equal(two["pixel_values"], batch["pixel_values"])
+    assert two["attention_mask"][:, 0].tolist() == [1, 0] and two["attention_mask"][:, -1].all()
     assert two["attention_mask"].sum(1).tolist() == [
         batch["input_ids"].shape[1],
         len(processor.tokenizer("plain")["input_ids"]),
