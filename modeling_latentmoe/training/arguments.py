@@ -40,9 +40,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         switch = action.option_strings[-1] if "-h" in action.option_strings else action.option_strings[0]
         if action.nargs in (0, "?"):
             return switch
-        return (
-            f"{switch} {'|'.join(action.choices) if action.choices else self.KINDS.get(action.type, 'NAME')}"
-        )
+        return f"{switch} {'|'.join(action.choices) if action.choices else self.KINDS.get(action.type, 'NAME')}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
         help = action.help or ""

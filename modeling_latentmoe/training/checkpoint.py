@@ -191,7 +191,5 @@ def push(folder: Path, repo: str) -> str:
     address."""
     api = HfApi()
     api.create_repo(repo, exist_ok=True)
-    api.upload_folder(
-        repo_id=repo, folder_path=folder, allow_patterns=list(RUN_FILES), commit_message="Adapter"
-    )
+    api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=list(RUN_FILES), commit_message="Adapter")
     return f"{api.endpoint}/{repo}"

@@ -90,14 +90,10 @@ def read_chat(name: str, row: dict[str, Any], folder: Path | None = None) -> Cha
             len(prompt),
         )
     else:
-        raise ValueError(
-            f"{name}: neither `messages` nor `prompt` and `completion` are filled, only {', '.join(row)}"
-        )
+        raise ValueError(f"{name}: neither `messages` nor `prompt` and `completion` are filled, only {', '.join(row)}")
     images = row.get("images", row.get("image"))
     images = [] if images is None else images if isinstance(images, list) else [images]
-    return Chat(
-        name, place_images(name, messages, [read_image(name, image, folder) for image in images]), context
-    )
+    return Chat(name, place_images(name, messages, [read_image(name, image, folder) for image in images]), context)
 
 
 def as_messages(name: str, column: str, value: Any, role: str) -> list[dict[str, Any]]:
@@ -105,9 +101,7 @@ def as_messages(name: str, column: str, value: Any, role: str) -> list[dict[str,
     add."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not all(
-        isinstance(m, dict) and "role" in m and "content" in m for m in value
-    ):
+    if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in value):
         raise ValueError(f"{name}: `{column}` must be a list of messages with `role` and `content`")
     messages = [{key: field for key, field in message.items() if field is not None} for message in value]
     for message in messages:
@@ -131,26 +125,16 @@ def read_image(name: str, image: Any, folder: Path | None) -> Any:
 
 def place_images(name: str, messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
     """Put the images into the content parts that wait for one, in order."""
-    parts = [
-        p
-        for m in messages
-        if not isinstance(m["content"], str)
-        for p in m["content"]
-        if p.get("type") == "image"
-    ]
+    parts = [p for m in messages if not isinstance(m["content"], str) for p in m["content"] if p.get("type") == "image"]
     if images and not parts:
         first = next((m for m in messages if m["role"] == "user"), None)
         if first is None:
-            raise ValueError(
-                f"{name}: `images` holds {len(images)} but `messages` has no user message to show them in"
-            )
+            raise ValueError(f"{name}: `images` holds {len(images)} but `messages` has no user message to show them in")
         text = first["content"]
         parts = [{"type": "image"} for _ in images]
         first["content"] = parts + ([{"type": "text", "text": text}] if isinstance(text, str) else text)
     if len(parts) != len(images):
-        raise ValueError(
-            f"{name}: `messages` has {len(parts)} image placeholders but `images` holds {len(images)}"
-        )
+        raise ValueError(f"{name}: `messages` has {len(parts)} image placeholders but `images` holds {len(images)}")
     for part, image in zip(parts, images, strict=True):
         part["image"] = image
     return messages

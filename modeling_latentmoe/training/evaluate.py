@@ -34,19 +34,13 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, right answers, answers
     remaining = iter(chats)
     while group := list(islice(remaining, batch_size)):
-        batch = pad(
-            [encode_chat(processor, chat, thinking) for chat in group], processor.tokenizer.pad_token_id
-        )
+        batch = pad([encode_chat(processor, chat, thinking) for chat in group], processor.tokenizer.pad_token_id)
         batch = {name: value.to(model.device) for name, value in batch.items()}
         labels_BT = batch.pop("labels")
         loss = token_loss_sum(model(**batch).logits, labels_BT)
         answers = generate_answers(model, processor, group, max_new_tokens, thinking)
-        right = sum(
-            answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=True)
-        )
-        sums += torch.tensor(
-            [loss.item(), count_loss_tokens(labels_BT), right, len(group)], dtype=torch.float64
-        )
+        right = sum(answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=True))
+        sums += torch.tensor([loss.item(), count_loss_tokens(labels_BT), right, len(group)], dtype=torch.float64)
     model.train(was_training)
     loss, tokens, right, answers = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     if not answers:

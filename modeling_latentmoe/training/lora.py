@@ -95,9 +95,7 @@ def add_adapter(
     )
     with warnings.catch_warnings():
         # PEFT says that patterns for stacked parameters are ignored; they are not, as is checked below
-        warnings.filterwarnings(
-            "ignore", message=".*(rank_pattern|alpha_pattern|is_gradient_checkpointing).*"
-        )
+        warnings.filterwarnings("ignore", message=".*(rank_pattern|alpha_pattern|is_gradient_checkpointing).*")
         peft_model = get_peft_model(model, config)
     check_adapter(peft_model, chosen, experts, r, expert_rank, lora_alpha / r)
     return peft_model
@@ -155,9 +153,7 @@ def check_adapter(
     expected = dict.fromkeys(chosen, r) | dict.fromkeys(stacks, expert_rank)
     assert seen == expected, f"PEFT adapted other layers: {sorted(seen.items() ^ expected.items())[:5]}"
     for name, parameter in peft_model.named_parameters():
-        assert not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64), (
-            f"{name} is not fp32"
-        )
+        assert not parameter.requires_grad or parameter.dtype in (torch.float32, torch.float64), f"{name} is not fp32"
 
 
 def parameter_groups(model: nn.Module, rates: dict[str, float]) -> list[dict]:
@@ -189,9 +185,7 @@ def group_of(name: str, layer_types: list[str]) -> str:
 
 def trainable_line(model: nn.Module, groups: list[dict]) -> str:
     """How many weights train, in all and by group; packed weights count as the numbers they stand for."""
-    total = sum(
-        weights(parameter) for name, parameter in model.named_parameters() if not name.endswith("_scale")
-    )
+    total = sum(weights(parameter) for name, parameter in model.named_parameters() if not name.endswith("_scale"))
     counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in groups}
     train = sum(counts.values())
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
@@ -244,9 +238,7 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
             )
             peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
     except RuntimeError as error:
-        raise ValueError(
-            f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}"
-        ) from error
+        raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         stored = set(file.keys())
     used = set(get_peft_model_state_dict(peft_model))

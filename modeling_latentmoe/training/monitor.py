@@ -51,9 +51,7 @@ class Progress:
         self.bar = tqdm(total=1.0, initial=done, bar_format=BAR, disable=not active, mininterval=interval)
 
     def update(self, done: float, step: int, loss: float, tokens_per_s: float) -> None:
-        self.bar.set_description_str(
-            f"step {step}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s", refresh=False
-        )
+        self.bar.set_description_str(f"step {step}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s", refresh=False)
         self.bar.update(min(done, 1.0) - self.bar.n)
 
     def close(self) -> None:
@@ -158,12 +156,9 @@ def model_card(
     if evaluations:
         rows = [("before", evaluations[0]), ("after", evaluations[-1])][: len(evaluations)]
         cells = (
-            f"| {when} | {r['eval_accuracy']:.1%} | {r['eval_loss']:.4f} | {r['eval_samples']} |\n"
-            for when, r in rows
+            f"| {when} | {r['eval_accuracy']:.1%} | {r['eval_loss']:.4f} | {r['eval_samples']} |\n" for when, r in rows
         )
-        table = "| | exact answers | loss per token | held-out samples |\n|---|---|---|---|\n" + "".join(
-            cells
-        )
+        table = "| | exact answers | loss per token | held-out samples |\n|---|---|---|---|\n" + "".join(cells)
     return CARD.format(
         # only a Hub id is a valid link there
         base_model="" if Path(base).exists() else f"base_model: {base}\n",

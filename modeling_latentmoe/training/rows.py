@@ -40,9 +40,7 @@ def open_dataset(
     if source.partition(":")[0] == "digits" and not path.exists():
         return handwritten_digits(split, source.partition(":")[2]), None
     try:
-        if path.is_dir() and any(
-            (path / file).exists() for file in ("dataset_info.json", "dataset_dict.json")
-        ):
+        if path.is_dir() and any((path / file).exists() for file in ("dataset_info.json", "dataset_dict.json")):
             dataset = load_from_disk(source)
             if isinstance(dataset, DatasetDict):
                 if split not in dataset:
@@ -50,13 +48,9 @@ def open_dataset(
                 dataset = dataset[split]
         elif path.is_file():
             if path.suffix not in FILE_FORMATS:
-                raise ValueError(
-                    f"dataset {source}: unknown file type, expected one of {' '.join(FILE_FORMATS)}"
-                )
+                raise ValueError(f"dataset {source}: unknown file type, expected one of {' '.join(FILE_FORMATS)}")
             # one file is one split, whatever that split is called
-            dataset = load_dataset(
-                FILE_FORMATS[path.suffix], data_files=source, split="train", streaming=streaming
-            )
+            dataset = load_dataset(FILE_FORMATS[path.suffix], data_files=source, split="train", streaming=streaming)
         elif tables := table_files(path):
             kind, files = tables
             if split not in files:
@@ -90,8 +84,9 @@ def table_files(folder: Path) -> tuple[str, dict[str, list[str]]] | None:
 def handwritten_digits(split: str, variant: str = "") -> Dataset:
     """scikit-learn's 1797 scanned digits as question-answer chats over images of 56 x 56 pixels.
 
-    Every fifth image of each digit is held out (split "test"), whatever the seed. Variants are controls: "blank" replaces
-    every image by an empty one, "shuffled" gives the images of the training split each other's answers.
+    Every fifth image of each digit is held out (split "test"), whatever the seed. Variants are controls:
+    "blank" replaces every image by an empty one, "shuffled" gives the images of the training split each
+    other's answers.
     """
     if variant not in ("", "blank", "shuffled"):
         raise ValueError(f"dataset digits:{variant}: expected digits, digits:blank or digits:shuffled")

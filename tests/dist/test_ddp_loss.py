@@ -1,4 +1,5 @@
-"""The loss rule on several processes: 1 or 2 of them, 1, 2 or 4 micro-batches, uneven tokens, same gradients."""
+"""The loss rule on several processes: 1 or 2 of them, 1, 2 or 4 micro-batches, uneven tokens, same
+gradients."""
 
 import json
 import os
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.dist
 WORKER = """
 import json, sys
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.training import lora
@@ -27,7 +28,7 @@ from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, g
 torch.set_num_threads(1)
 parts, out, packing = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "packed"
 documents = [Sample(ids, labels) for ids, labels in torch.load(sys.argv[4])]
-accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)])
+accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = LatentMoEForConditionalGeneration(LatentMoEConfig.tiny(vision=False))
 model = lora.add_adapter(model, r=4, lora_alpha=8, expert_rank=2)
@@ -80,7 +81,7 @@ def test_processes_and_accumulation_change_nothing(tmp_path: Path) -> None:
     (reference,) = run(1, 1, "padded", tmp_path)
     assert reference["tokens"] == 57
     table = []
-    for processes, parts, layout in ((1, 4, "packed"), (2, 1, "padded"), (2, 2, "packed"), (2, 4, "padded")):
+    for processes, parts, layout in ((1, 4, "packed"), (2, 1, "padded"), (2, 2, "packed")):
         for rank, result in enumerate(run(processes, parts, layout, tmp_path)):
             assert result["tokens"] == 57
             assert result["loss"] == pytest.approx(reference["loss"], abs=1e-6)

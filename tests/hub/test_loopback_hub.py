@@ -80,9 +80,7 @@ for streaming in (False, True):
 """
 
 
-def test_files_round_trip(
-    hub: LoopbackHub, hub_env: dict[str, str], fresh_process: Callable[..., str]
-) -> None:
+def test_files_round_trip(hub: LoopbackHub, hub_env: dict[str, str], fresh_process: Callable[..., str]) -> None:
     fresh_process(ROUND_TRIP, env=hub_env)
     assert hub.files("user/files")["weights.safetensors"].sha256, "large files travel through LFS"
     assert sorted(hub.files("user/files")) == ["deep/er/note.txt", "weights.safetensors"]

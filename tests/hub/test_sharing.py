@@ -135,9 +135,7 @@ def test_code_travels_with_the_model(hub: LoopbackHub, shared_model: dict[str, s
     assert {"modeling_latentmoe.py", "configuration_latentmoe.py", "processing_latentmoe.py"} <= code
     for name in code:
         assert files[name].data == (root / "modeling_latentmoe" / name).read_bytes(), name
-    assert json.loads(files["config.json"].data)["auto_map"]["AutoConfig"].startswith(
-        "configuration_latentmoe."
-    )
+    assert json.loads(files["config.json"].data)["auto_map"]["AutoConfig"].startswith("configuration_latentmoe.")
 
 
 @pytest.mark.slow

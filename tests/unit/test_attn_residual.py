@@ -91,9 +91,7 @@ def test_mixture_uses_raw_sources() -> None:
     sources, score_D = make_sources(Mixture("", 3), torch.float64)
     # Equal directions of unequal length get equal weights, so their plain mean comes out.
     scaled = [sources[0], 4 * sources[0], 16 * sources[0]]
-    torch.testing.assert_close(
-        ops.attn_residual(scaled, score_D, 1e-12), 7 * sources[0], rtol=1e-9, atol=1e-9
-    )
+    torch.testing.assert_close(ops.attn_residual(scaled, score_D, 1e-12), 7 * sources[0], rtol=1e-9, atol=1e-9)
 
 
 def test_scores_have_no_temperature() -> None:
@@ -203,9 +201,7 @@ def make_model(layers: int, block: int) -> LatentMoEModel:
     return model
 
 
-def restated(
-    model: LatentMoEModel, block: int, embedding: torch.Tensor
-) -> tuple[list[torch.Tensor], list[int]]:
+def restated(model: LatentMoEModel, block: int, embedding: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
     """The running stream entering each layer, then the output; and the number of sources of each mixture.
 
     A block's stream is the sum of its own sub-layers; finished blocks and the embedding are kept beside it.
@@ -232,9 +228,7 @@ def restated(
     return [*streams[:-1], model.norm(out)], counts
 
 
-@pytest.mark.parametrize(
-    ("layers", "block"), [(1, 1), (4, 1), (5, 2), (7, 3), (4, 4), (5, 4), (4, 12)], ids=str
-)
+@pytest.mark.parametrize(("layers", "block"), [(1, 1), (4, 1), (5, 2), (7, 3), (4, 4), (5, 4), (4, 12)], ids=str)
 @torch.no_grad()
 def test_decoder_equals_its_restatement(layers: int, block: int) -> None:
     model = make_model(layers, block)
@@ -252,10 +246,6 @@ def test_every_mixture_of_the_decoder_learns() -> None:
     model = make_model(5, 2)
     out = model(input_ids=torch.randint(1, 30, (B, T)), use_cache=False).last_hidden_state
     out.square().sum().backward()
-    silent = {
-        name
-        for name, p in model.named_parameters()
-        if "_res_" in name and (p.grad is None or not p.grad.any())
-    }
+    silent = {name for name, p in model.named_parameters() if "_res_" in name and (p.grad is None or not p.grad.any())}
     # The first layer has the embedding as its only source before attention: nothing to weigh.
     assert silent == {"layers.0.self_attention_res_norm.weight", "layers.0.self_attention_res_proj.weight"}

@@ -50,9 +50,7 @@ def test_image_text() -> None:
     assert [image_text(80, 50), image_text(112, 112)] == prompts
 
 
-RAW_JSON = (
-    "Your response must be raw JSON data without markdown code blocks (```json) or any additional formatting."
-)
+RAW_JSON = "Your response must be raw JSON data without markdown code blocks (```json) or any additional formatting."
 
 
 def test_fixed_sentences_stand_around_the_messages() -> None:
@@ -129,9 +127,7 @@ def test_tool_results_follow_the_calls() -> None:
 
 
 def test_unparsable_arguments_are_kept_raw() -> None:
-    text = text_of(
-        build_chat_segments([{"role": "assistant", "content": "", "tool_calls": [call("f", '{"a": ')]}])
-    )
+    text = text_of(build_chat_segments([{"role": "assistant", "content": "", "tool_calls": [call("f", '{"a": ')]}]))
     assert '<|open|>json type="object"<|sep|>{"a": <|close|>json<|sep|><|close|>call<|sep|>' in text
 
 
@@ -168,9 +164,7 @@ def test_placeholder_is_text_unless_images_are_given() -> None:
         return "<IMG>"
 
     segments = build_chat_segments(messages, image_prompt=prompt)
-    assert [Segment("a"), Segment("<IMG>", allow_special=True), Segment("b")] == segments[7:10] and parts == [
-        None
-    ]
+    assert [Segment("a"), Segment("<IMG>", allow_special=True), Segment("b")] == segments[7:10] and parts == [None]
     assert Segment(f"a{IMAGE_PLACEHOLDER}b") in build_chat_segments(
         messages, image_prompt=prompt, image_placeholder=None
     )

@@ -78,9 +78,7 @@ def write_source(kind: str, folder: Path) -> str:
         return str(folder / "rows.jsonl") if kind == "jsonl" else str(folder)
     if kind == "image folder":
         names = ("a.png", "sub/b.png")
-        lines = [
-            {"file_name": name, "messages": row["messages"]} for name, row in zip(names, rows, strict=True)
-        ]
+        lines = [{"file_name": name, "messages": row["messages"]} for name, row in zip(names, rows, strict=True)]
         (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return str(folder)
     loaded = [{**row, "images": [PIL.open(folder / name) for name in row["images"]]} for row in rows]
@@ -123,9 +121,7 @@ def test_unknown_sources_are_named(tmp_path: Path) -> None:
 def test_digits_split_is_disjoint_and_controls_differ_in_one_thing() -> None:
     train, test = handwritten_digits("train"), handwritten_digits("test")
     assert (len(train), len(test)) == (1442, 355)
-    pixels = {
-        split: {image[0].tobytes() for image in rows["images"]} for split, rows in (("a", train), ("b", test))
-    }
+    pixels = {split: {image[0].tobytes() for image in rows["images"]} for split, rows in (("a", train), ("b", test))}
     assert not pixels["a"] & pixels["b"]
     counts = torch.bincount(torch.tensor([int(m[1]["content"]) for m in test["messages"]]))
     assert counts.tolist() == pytest.approx([36] * 10, abs=1)
@@ -146,11 +142,7 @@ def test_rows_are_split_over_processes_and_reshuffled_every_epoch() -> None:
     assert order(0, 0) == order(0, 0) != order(0, 1)
     assert order(0, 0) != order(0, 0, seed=4)
     streamed = table().to_iterable_dataset(num_shards=1)
-    seen = [
-        row["messages"][1]["content"]
-        for rank in range(3)
-        for _, row in Rows("d", streamed, rank, 3, 0).epoch(0)
-    ]
+    seen = [row["messages"][1]["content"] for rank in range(3) for _, row in Rows("d", streamed, rank, 3, 0).epoch(0)]
     assert sorted(seen, key=int) == [str(i) for i in range(10)]
 
 
@@ -227,9 +219,7 @@ def test_assistant_turns_of_a_prompt_are_not_learned(processor: LatentMoEProcess
     chat = data.read_chat("r", {"prompt": [*CHAT, CHAT[0]], "completion": "a red square"})
     sample = data.encode_chat(processor, chat)
     learned = processor.tokenizer.decode(sample.labels[sample.labels != data.IGNORE])
-    assert (
-        learned.startswith("<|open|>response<|sep|>a red square<|close|>") and learned.count("response") == 2
-    )
+    assert learned.startswith("<|open|>response<|sep|>a red square<|close|>") and learned.count("response") == 2
 
 
 def test_a_chat_without_an_answer_is_refused(processor: LatentMoEProcessor) -> None:

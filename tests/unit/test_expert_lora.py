@@ -33,8 +33,7 @@ def dense(dtype: torch.dtype = torch.float32) -> LatentMoEForConditionalGenerati
 
 def lora(**changes) -> LoraConfig:
     return LoraConfig(
-        **{"r": 3, "lora_alpha": 6, "target_modules": DENSE_TARGETS, "target_parameters": EXPERT_TARGETS}
-        | changes
+        **{"r": 3, "lora_alpha": 6, "target_modules": DENSE_TARGETS, "target_parameters": EXPERT_TARGETS} | changes
     )
 
 
@@ -105,9 +104,7 @@ def test_file_is_pefts_own_layout(trained):
     folder, _ = trained
     tensors = load_file(folder / "adapter_model.safetensors")
     prefix = "base_model.model.language_model.model.layers.1.block_sparse_moe.experts."
-    shapes = {
-        name.removeprefix(prefix): tuple(t.shape) for name, t in tensors.items() if name.startswith(prefix)
-    }
+    shapes = {name.removeprefix(prefix): tuple(t.shape) for name, t in tensors.items() if name.startswith(prefix)}
     assert shapes == {
         "base_layer.lora_A.weight": (16 * 3, 32),
         "base_layer.lora_B.weight": (64, 3 * 16),
@@ -136,9 +133,7 @@ def stock_forward(monkeypatch) -> None:
     """Let PEFT's wrappers run their own forward, which adds B A to the weights."""
     monkeypatch.setattr(moe, "unwrap_experts", lambda module, _: (module, {}))
     original = Experts.forward
-    monkeypatch.setattr(
-        Experts, "forward", lambda self, x, ids, weights, adapters: original(self, x, ids, weights, {})
-    )
+    monkeypatch.setattr(Experts, "forward", lambda self, x, ids, weights, adapters: original(self, x, ids, weights, {}))
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"target_parameters": EXPERT_TARGETS[:1]}])
@@ -271,9 +266,7 @@ def test_bf16_base_keeps_fp32_factors(trained):
     loss = adapted_loss = None
     with torch.no_grad():
         loss = model(input_ids=IDS_BT, labels=IDS_BT).loss
-        adapted_loss = PeftModel.from_pretrained(dense(torch.bfloat16), folder)(
-            input_ids=IDS_BT, labels=IDS_BT
-        ).loss
+        adapted_loss = PeftModel.from_pretrained(dense(torch.bfloat16), folder)(input_ids=IDS_BT, labels=IDS_BT).loss
     assert loss.item() == pytest.approx(adapted_loss.item(), rel=2e-2)
 
 

@@ -47,9 +47,7 @@ def capture(model, name: str, found: dict) -> list:
             hooks.append(module.register_forward_hook(record))
         if layer.is_moe:
             gate = layer.block_sparse_moe.gate
-            hooks.append(
-                gate.register_forward_hook(lambda _, args, out, i=i: found.update({f"router.{i}": out}))
-            )
+            hooks.append(gate.register_forward_hook(lambda _, args, out, i=i: found.update({f"router.{i}": out})))
     return hooks
 
 
@@ -137,9 +135,7 @@ def test_loss_and_gradients():
             assert not actual[len(golden[name]) :].any(), "padding heads must not learn"
             actual = actual[: len(golden[name])]
         check(actual.reshape(golden[name].shape), golden[name], GRADS)
-    squares = sum(
-        grad.double().square().sum() for name, grad in params.items() if not name.startswith(prefix)
-    )
+    squares = sum(grad.double().square().sum() for name, grad in params.items() if not name.startswith(prefix))
     assert abs(squares.sqrt().item() / golden["grad_norm_all_text_params"].item() - 1) < GRADS
 
 

@@ -208,9 +208,7 @@ def build(case: Layer) -> LatentMoEDecoderLayer:
     return layer
 
 
-def checked(
-    layer: nn.Module, run: Callable, inputs: Sequence[torch.Tensor]
-) -> dict[str, torch.Tensor | None]:
+def checked(layer: nn.Module, run: Callable, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
     """Check gradients of the inputs and of every parameter; returns those of the parameters."""
     names = [name for name, _ in layer.named_parameters()]
     parameters = [parameter.detach().clone().requires_grad_() for parameter in layer.parameters()]
@@ -251,6 +249,4 @@ def test_decoder_layer(case: Layer) -> None:
     grads = checked(layer, run, (stream, first, second))
     # Keys are chosen without gradient, and a router's bias only chooses.
     silent = {name for name, grad in grads.items() if grad is None or not grad.any()}
-    assert silent == {
-        name for name in grads if ".indexer." in name or name.endswith("e_score_correction_bias")
-    }
+    assert silent == {name for name in grads if ".indexer." in name or name.endswith("e_score_correction_bias")}

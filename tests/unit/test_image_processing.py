@@ -65,9 +65,7 @@ def test_golden_pixels(prefix: str, limits: dict[str, int], name: str) -> None:
     assert batch["pixel_values"].dtype == torch.float32 and batch["grid_thws"].dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("limits", "row"), [(group["limits"], row) for _, group in GROUPS for row in group["images"]]
-)
+@pytest.mark.parametrize(("limits", "row"), [(group["limits"], row) for _, group in GROUPS for row in group["images"]])
 def test_golden_sizes(limits: dict[str, int], row: dict) -> None:
     processor = processor_with(limits)
     size = row["width"], row["height"]
@@ -92,8 +90,7 @@ def expected_patches(image: Image.Image, processor: LatentMoEImageProcessor) -> 
                     inside = top < image.height and left < image.width
                     *rgb, alpha = image.getpixel((left, top)) if inside else (0, 0, 0, 255)
                     odd = (
-                        top // background["chessboard_square_size"]
-                        + left // background["chessboard_square_size"]
+                        top // background["chessboard_square_size"] + left // background["chessboard_square_size"]
                     ) % 2
                     gray = bool(odd) == background["chessboard_square_on_top_left"]
                     board = background["chessboard_gray_value" if gray else "chessboard_white_value"]

@@ -117,9 +117,7 @@ def test_the_reader_sees_what_it_must(tmp_path: Path) -> None:
 
 
 def test_there_is_something_to_check() -> None:
-    assert {"modeling_latentmoe.py", "configuration_latentmoe.py", "ops.py"} <= {
-        path.name for path in MODEL_FILES
-    }
+    assert {"modeling_latentmoe.py", "configuration_latentmoe.py", "ops.py"} <= {path.name for path in MODEL_FILES}
     assert TRAINING_FILES and SCRIPTS
 
 
@@ -130,9 +128,7 @@ def test_model_files_import_only_torch_transformers_and_siblings(path: Path) -> 
         if item.relative:
             assert (PACKAGE / f"{item.module[1:]}.py").exists(), f"line {item.line}: no sibling {item.module}"
         elif item.top in KERNEL_IMPORTS:
-            assert item.guarded and path.name == "ops.py", (
-                f"line {item.line}: {item.top} belongs to ops.py, in try"
-            )
+            assert item.guarded and path.name == "ops.py", f"line {item.line}: {item.top} belongs to ops.py, in try"
         else:
             assert item.guarded or item.top in allowed, f"line {item.line}: {item.top} outside try"
             assert item.top not in ("modeling_latentmoe", "scripts"), f"line {item.line}: not by its own name"
@@ -144,9 +140,7 @@ def test_remote_code_rules(path: Path) -> None:
     relative = {item.module[1:] for item in imports_of(path) if item.relative}
     assert "" not in relative, "`from . import x` is not copied beside the weights"
     assert not any("." in module for module in relative), "only siblings are copied"
-    assert set(get_relative_imports(path)) == relative, (
-        "a docstring or comment line reads like a relative import"
-    )
+    assert set(get_relative_imports(path)) == relative, "a docstring or comment line reads like a relative import"
     assert all(Path(needed).is_file() for needed in get_relative_import_files(path))
     assert set(check_imports(path)) == relative
 
@@ -185,9 +179,7 @@ def test_no_private_transformers_symbols(path: Path) -> None:
         assert not any(part.startswith("_") for part in parts), f"line {item.line}: private {'.'.join(parts)}"
         qualified = f"{item.module}.{item.name}"
         public = item.module in PUBLIC_MODULES or hasattr(transformers, item.name or "")
-        assert public or qualified in NON_PUBLIC, (
-            f"line {item.line}: {qualified} is neither public nor listed"
-        )
+        assert public or qualified in NON_PUBLIC, f"line {item.line}: {qualified} is neither public nor listed"
 
 
 def test_listed_symbols_are_used_and_exist() -> None:

@@ -55,9 +55,7 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
                 parameter.add_(1)
 
 
-def make_layer(
-    kind: str = "full", attention: str = "eager", seed: int = 0, **changes
-) -> GatedLatentAttention:
+def make_layer(kind: str = "full", attention: str = "eager", seed: int = 0, **changes) -> GatedLatentAttention:
     layer = GatedLatentAttention(text_config(attention, **changes), kind)
     randomise(layer, seed)
     return layer
@@ -95,10 +93,7 @@ def true_scores(layer: GatedLatentAttention, x_TD: torch.Tensor) -> torch.Tensor
     c = c / torch.sqrt((c * c).mean(-1, keepdim=True) + 1e-6) * w["q_a_layernorm.weight"]
     k = x @ w["indexer.wk.weight"].T
     k = k - k.mean(-1, keepdim=True)
-    k = (
-        k / torch.sqrt((k * k).mean(-1, keepdim=True) + 1e-6) * w["indexer.k_norm.weight"]
-        + w["indexer.k_norm.bias"]
-    )
+    k = k / torch.sqrt((k * k).mean(-1, keepdim=True) + 1e-6) * w["indexer.k_norm.weight"] + w["indexer.k_norm.bias"]
     weight = x @ w["indexer.weights_proj.weight"].T / heads**0.5
     total = torch.zeros(len(x), len(x), dtype=torch.float64)
     for i in range(heads):
@@ -301,9 +296,7 @@ def test_selection_and_output_equal_transformers(case: Independent, packing: tup
         mask_BTS = documents.attention_mask_BTS
         got, index = layer(x_BTD, documents)
         module = case.build(layer)
-        assert torch.equal(
-            ops.selection_mask(index, mask_BTS), independent_selection(module, x_BTD, mask_BTS)
-        )
+        assert torch.equal(ops.selection_mask(index, mask_BTS), independent_selection(module, x_BTD, mask_BTS))
         torch.testing.assert_close(got, run_independent(module, x_BTD, mask_BTS)[0], rtol=1e-5, atol=1e-5)
         parts = x_BTD[0].split(packing)
         true = torch.cat([true_output(layer, x, true_selection(layer, x)) for x in parts])
@@ -347,9 +340,7 @@ def test_dense_up_to_topk_and_gold_above(T: int, attention: str) -> None:
     for b in range(2):
         chosen = true_selection(layer, x_BTD[b])
         assert listed(index[b]) == chosen
-        torch.testing.assert_close(
-            got[b].double(), true_output(layer, x_BTD[b], chosen), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(got[b].double(), true_output(layer, x_BTD[b], chosen), rtol=1e-5, atol=1e-5)
     # The first queries see no more keys than they may keep; every later one drops some.
     torch.testing.assert_close(got[:, :TOPK], dense[:, :TOPK], rtol=1e-6, atol=1e-6)
     assert ((got - dense)[:, TOPK:].abs().amax(-1) > 1e-4).all()
@@ -419,9 +410,7 @@ def test_of_equal_scores_the_earlier_key_is_kept() -> None:
     chosen = [list(range(min(t + 1, TOPK))) for t in range(20)]
     assert listed(index[0, :20]) == chosen
     assert listed(index[0, 20:]) == [[20 + s for s in range(min(t + 1, TOPK))] for t in range(15)]
-    torch.testing.assert_close(
-        got[0, :20].double(), true_output(layer, x_BTD[0, :20], chosen), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(got[0, :20].double(), true_output(layer, x_BTD[0, :20], chosen), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cuts", [(1,) * 21, (8, 1, 12), (5, 3, 13), (7, 2, 12), (20, 1)], ids=str)

@@ -360,9 +360,7 @@ def test_gate_at_extreme_inputs(case: Gate, size: float) -> None:
     # An input sum near 0 of large parts has lost digits before the gate sees it: compare where fp32 can.
     torch.testing.assert_close(got.double(), true, rtol=2e-5, atol=2e-6 * max(1.0, size * 1e-2))
     assert_as_accurate(got, independent, true)
-    assert (
-        ops.kda_gate(z_MHK.double(), A_log_H.double(), dt_bias_HK.double(), case.bound).dtype == torch.float64
-    )
+    assert ops.kda_gate(z_MHK.double(), A_log_H.double(), dt_bias_HK.double(), case.bound).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -509,15 +507,10 @@ def independent_layer(layer: KimiDeltaAttention, config: LatentMoETextConfig, mo
         rms_norm_eps=config.rms_norm_eps,
         layer_types=["linear_attention"],
     )
-    build = {"glm5_next": glm.Glm5NextTextLinearAttention, "kimi_linear": kimi.KimiLinearDeltaAttention}[
-        module
-    ]
+    build = {"glm5_next": glm.Glm5NextTextLinearAttention, "kimi_linear": kimi.KimiLinearDeltaAttention}[module]
     other = build(fields, 0)
     ours, K = layer.state_dict(), layer.head_dim
-    state = {
-        f"{n}.weight": ours[f"{n}.weight"]
-        for n in ("q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj")
-    }
+    state = {f"{n}.weight": ours[f"{n}.weight"] for n in ("q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj")}
     state |= {f"forget_gate.{n}.weight": ours[f"{n}.weight"] for n in ("f_a_proj", "f_b_proj")}
     state["forget_gate.dt_bias"] = ours["dt_bias"]
     state["forget_gate.A_log"] = ours["A_log"][: layer.num_heads].view_as(other.forget_gate.A_log)
@@ -528,9 +521,7 @@ def independent_layer(layer: KimiDeltaAttention, config: LatentMoETextConfig, mo
     return other
 
 
-def reference_layer(
-    layer: KimiDeltaAttention, x_TD: torch.Tensor, bound: float | None, eps: float
-) -> torch.Tensor:
+def reference_layer(layer: KimiDeltaAttention, x_TD: torch.Tensor, bound: float | None, eps: float) -> torch.Tensor:
     """One document [T, D] through the layer in float64, written out."""
     w = {name: value.double() for name, value in layer.state_dict().items()}
     N, width, x = layer.num_heads, w["q_conv1d.weight"].shape[-1], x_TD.double()
@@ -655,9 +646,7 @@ def test_a_padded_row_keeps_its_cache(cut: int) -> None:
             outputs.append(layer(x_BTD[:, rows], documents, cache))
     got = torch.cat(outputs, 1)
     torch.testing.assert_close(got[0], reference_layer(layer, x_BTD[0], -5.0, 1e-3), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(
-        got[1, 5:], reference_layer(layer, x_BTD[1, 5:], -5.0, 1e-3), rtol=1e-9, atol=1e-10
-    )
+    torch.testing.assert_close(got[1, 5:], reference_layer(layer, x_BTD[1, 5:], -5.0, 1e-3), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -683,9 +672,7 @@ def test_bf16_layer_keeps_rates_and_states_in_fp32() -> None:
         true = reference_layer(layer, x_BTD[0], -5.0, 1e-3)
         other = independent_layer(layer, config, "glm5_next").to(torch.bfloat16)
         for name in ("conv1d.weight", "forget_gate.A_log", "forget_gate.dt_bias", "o_norm.weight"):
-            other.get_parameter(name).data = (
-                independent_layer(layer, config, "glm5_next").get_parameter(name).data
-            )
+            other.get_parameter(name).data = independent_layer(layer, config, "glm5_next").get_parameter(name).data
         independent = other(x_BTD)
     for name in ("A_log", "dt_bias", "q_conv1d.weight", "o_norm.weight"):
         assert layer.get_parameter(name).dtype == torch.float32

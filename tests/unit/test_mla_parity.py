@@ -127,9 +127,7 @@ class Independent:
 
     def run(self, layer: GatedLatentAttention, x_BTD: torch.Tensor, mask_BTS: torch.Tensor) -> torch.Tensor:
         B, T, _ = x_BTD.shape
-        bias = torch.zeros(mask_BTS.shape, dtype=x_BTD.dtype).masked_fill(
-            ~mask_BTS, torch.finfo(x_BTD.dtype).min
-        )
+        bias = torch.zeros(mask_BTS.shape, dtype=x_BTD.dtype).masked_fill(~mask_BTS, torch.finfo(x_BTD.dtype).min)
         rotation = no_rotation(B, T, layer.shared_dim, x_BTD.dtype)
         return self.build(layer)(x_BTD, rotation, bias.unsqueeze(1), position_ids=None)[0]
 
@@ -230,9 +228,7 @@ def test_packed_documents_equal_transformers_with_a_block_mask(case: Independent
     layer = make_layer(text_config(mla_use_output_gate=case.gated))
     x_BTD = torch.randn(1, 16, D)
     mask_BTS = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()[None]
-    torch.testing.assert_close(
-        layer(x_BTD, packed(lengths))[0], case.run(layer, x_BTD, mask_BTS), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(layer(x_BTD, packed(lengths))[0], case.run(layer, x_BTD, mask_BTS), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

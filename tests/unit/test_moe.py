@@ -50,9 +50,7 @@ def make_moe(config: LatentMoETextConfig, seed: int = 0) -> LatentMoE:
 
 def dequantised(moe: LatentMoE, dtype: torch.dtype) -> LatentMoE:
     """The float twin of a packed block."""
-    twin = LatentMoE(
-        text_config(**{key: getattr(moe.config, key) for key in ("num_experts", "num_experts_per_token")})
-    )
+    twin = LatentMoE(text_config(**{key: getattr(moe.config, key) for key in ("num_experts", "num_experts_per_token")}))
     state = {name: value for name, value in moe.state_dict().items() if ".experts" not in f".{name}"}
     for stem in ("gate_up", "down"):
         proj, scale = (getattr(moe.experts, f"{stem}_{leaf}") for leaf in ("proj", "scale"))
@@ -71,9 +69,7 @@ def reference_moe(moe: LatentMoE, x_TD: torch.Tensor) -> torch.Tensor:
 
     for x in x_TD:
         score = torch.sigmoid(moe.gate.weight @ x)
-        chosen = sorted(
-            range(config.num_experts), key=lambda e: -(score[e] + moe.gate.e_score_correction_bias[e])
-        )
+        chosen = sorted(range(config.num_experts), key=lambda e: -(score[e] + moe.gate.e_score_correction_bias[e]))
         chosen = chosen[: config.num_experts_per_token]
         total = sum(score[e] for e in chosen)
         latent = moe.routed_expert_down_proj.weight @ x
@@ -82,9 +78,7 @@ def reference_moe(moe: LatentMoE, x_TD: torch.Tensor) -> torch.Tensor:
             gate, up = (moe.experts.gate_up_proj[e] @ latent).chunk(2)
             weight = score[e] / total * config.routed_scaling_factor
             mixed = mixed + weight * (moe.experts.down_proj[e] @ glu(gate, up))
-        mixed = (
-            mixed * torch.rsqrt(mixed.square().mean() + config.rms_norm_eps) * moe.routed_expert_norm.weight
-        )
+        mixed = mixed * torch.rsqrt(mixed.square().mean() + config.rms_norm_eps) * moe.routed_expert_norm.weight
         y = moe.routed_expert_up_proj.weight @ mixed
         shared = moe.shared_experts
         y = y + shared.down_proj.weight @ glu(shared.gate_proj.weight @ x, shared.up_proj.weight @ x)
@@ -95,9 +89,7 @@ def reference_moe(moe: LatentMoE, x_TD: torch.Tensor) -> torch.Tensor:
 def golden_moe(layer: int) -> LatentMoE:
     """A MoE block with the golden checkpoint's weights, in fp32, experts packed."""
     config = LatentMoEConfig(**json.loads((GOLDEN / "checkpoint" / "config.json").read_text())).text_config
-    packed = LatentMoETextConfig(
-        **{**config.to_dict(), "quantization_config": {"quant_method": "latentmoe_mxfp4"}}
-    )
+    packed = LatentMoETextConfig(**{**config.to_dict(), "quantization_config": {"quant_method": "latentmoe_mxfp4"}})
     tensors = {}
     for file in (GOLDEN / "checkpoint").glob("*.safetensors"):
         tensors |= load_file(file)
@@ -142,9 +134,7 @@ def test_block_is_its_formula_in_float64(changes):
     moe = make_moe(text_config(**changes)).double()
     x_BTD = torch.randn(2, 5, 48, dtype=torch.float64)
     y_BTD, _, load_E = moe(x_BTD)
-    torch.testing.assert_close(
-        y_BTD.flatten(0, 1), reference_moe(moe, x_BTD.flatten(0, 1)), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(y_BTD.flatten(0, 1), reference_moe(moe, x_BTD.flatten(0, 1)), rtol=1e-12, atol=1e-12)
     assert load_E.sum() == 10 * moe.config.num_experts_per_token
 
 
@@ -161,9 +151,7 @@ def test_block_gradients_are_those_of_its_formula():
 
 
 def test_swiglu_without_latent_or_shared_experts():
-    config = text_config(
-        routed_expert_hidden_size=None, num_shared_experts=0, hidden_act="silu", hidden_size=64
-    )
+    config = text_config(routed_expert_hidden_size=None, num_shared_experts=0, hidden_act="silu", hidden_size=64)
     moe = make_moe(config).double()
     assert {name.split(".")[0] for name, _ in moe.named_parameters()} == {"gate", "experts"}
     x_TD = torch.randn(4, 64, dtype=torch.float64)
@@ -193,9 +181,7 @@ def test_latent_without_norm_and_rounding_of_each_expert_in_bf16():
             assert expert.dtype == torch.bfloat16
             total = total + weight * expert[0].float()
         rows.append(total.bfloat16())
-    torch.testing.assert_close(
-        moe(x_TD[None])[0][0], moe.routed_expert_up_proj(torch.stack(rows)), rtol=0, atol=0
-    )
+    torch.testing.assert_close(moe(x_TD[None])[0][0], moe.routed_expert_up_proj(torch.stack(rows)), rtol=0, atol=0)
 
 
 # --- router ---
@@ -329,14 +315,10 @@ def test_adapters_equal_folded_weights():
     torch.manual_seed(0)
     counts = [3, 0, 4]
     x_RI, weight_EOI = torch.randn(7, 32), torch.randn(3, 8, 32)
-    adapters = tuple(
-        LowRank(torch.randn(3, r, 32), torch.randn(3, 8, r), s) for r, s in ((2, 0.5), (3, -1.5))
-    )
+    adapters = tuple(LowRank(torch.randn(3, r, 32), torch.randn(3, 8, r), s) for r, s in ((2, 0.5), (3, -1.5)))
     folded = weight_EOI + sum(s * b @ a for a, b, s in adapters)
     found = grouped_linear(x_RI, ExpertMatrices(weight_EOI, None, adapters), counts)
-    torch.testing.assert_close(
-        found, grouped_linear(x_RI, ExpertMatrices(folded), counts), rtol=1e-5, atol=1e-4
-    )
+    torch.testing.assert_close(found, grouped_linear(x_RI, ExpertMatrices(folded), counts), rtol=1e-5, atol=1e-4)
 
 
 def test_adapters_compute_in_their_master_dtype():
@@ -345,9 +327,7 @@ def test_adapters_compute_in_their_master_dtype():
     a_ErI, b_EOr = torch.randn(2, 3, 32, requires_grad=True), torch.randn(2, 8, 3, requires_grad=True)
     zero = torch.zeros(2, 8, 32, dtype=torch.bfloat16)
     found = grouped_linear(x_RI, ExpertMatrices(zero, None, (LowRank(a_ErI, b_EOr, 1.0),)), counts)
-    exact = torch.cat(
-        [x.float() @ a.T @ b.T for x, a, b in zip(x_RI.split(counts), a_ErI, b_EOr, strict=True)]
-    )
+    exact = torch.cat([x.float() @ a.T @ b.T for x, a, b in zip(x_RI.split(counts), a_ErI, b_EOr, strict=True)])
     assert torch.equal(found, exact.bfloat16())
     found.float().sum().backward()
     assert a_ErI.grad.dtype == b_EOr.grad.dtype == torch.float32
@@ -436,9 +416,7 @@ def test_fresh_packed_experts_have_the_asked_spread():
     experts = Experts(text_config(packed=True, num_experts=32))
     torch.manual_seed(0)
     experts.reset_parameters(0.05)
-    assert decode(experts.down_proj, experts.down_scale, torch.float32).std().item() == pytest.approx(
-        0.05, rel=0.03
-    )
+    assert decode(experts.down_proj, experts.down_scale, torch.float32).std().item() == pytest.approx(0.05, rel=0.03)
 
 
 def test_storage_is_asserted_and_reported():
@@ -455,9 +433,7 @@ def test_assert_packed_lists_every_fault():
     moe = make_moe(text_config(packed=True))
     moe.experts.gate_up_scale = torch.nn.Parameter(moe.experts.gate_up_scale.float())
     moe.experts.down_scale = torch.nn.Parameter(moe.experts.down_scale[:, :1].clone(), requires_grad=False)
-    with pytest.raises(
-        ValueError, match=r"2 expert tensors.*gate_up_scale is trainable torch.float32.*down_scale"
-    ):
+    with pytest.raises(ValueError, match=r"2 expert tensors.*gate_up_scale is trainable torch.float32.*down_scale"):
         assert_packed(moe)
     with pytest.raises(ValueError, match=r"gate_up_scale does not exist"):
         assert_packed(make_moe(text_config()))

@@ -48,8 +48,7 @@ def test_decode_every_byte_as_transformers_does():
 def test_smallest_and_largest_scales():
     packed = torch.full((1, 16), 0x71, dtype=torch.uint8)  # 0.5 and 6
     scales = {
-        s: decode(packed, torch.tensor([[s]], dtype=torch.uint8), torch.float64)[0, :2].tolist()
-        for s in (0, 254)
+        s: decode(packed, torch.tensor([[s]], dtype=torch.uint8), torch.float64)[0, :2].tolist() for s in (0, 254)
     }
     assert scales[0] == [2.0**-128, 6 * 2.0**-127]
     assert scales[254] == [2.0**126, 6 * 2.0**127]
@@ -93,9 +92,7 @@ def test_encode_rounds_half_to_even(value, expected, sign):
 def test_encode_rounds_to_the_nearest_of_all_values():
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     packed, scale = encode(weight)
-    grid = torch.tensor([s * v for s in (1, -1) for v in E2M1], dtype=torch.float64) * 2.0 ** (
-        scale.double() - 127
-    )
+    grid = torch.tensor([s * v for s in (1, -1) for v in E2M1], dtype=torch.float64) * 2.0 ** (scale.double() - 127)
     distance = (weight.unsqueeze(-1) - grid.unsqueeze(1)).abs().amin(-1)
     assert torch.equal((decode(packed, scale, torch.float64) - weight).abs(), distance)
 

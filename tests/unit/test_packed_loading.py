@@ -156,9 +156,7 @@ def test_dequantised_is_the_same_model_and_saves_float_experts(checkpoint, tmp_p
     dense.save_pretrained(tmp_path / "saved", max_shard_size="250KB")
     disk, released = tensors(tmp_path / "saved"), tensors(checkpoint)
     matrices = {name.removesuffix("_packed") for name in released if name.endswith("weight_packed")}
-    assert disk.keys() == matrices | {
-        name for name in released if "_packed" not in name and "_scale" not in name
-    }
+    assert disk.keys() == matrices | {name for name in released if "_packed" not in name and "_scale" not in name}
     for name in matrices:
         assert torch.equal(disk[name], decode(released[name + "_packed"], released[name + "_scale"], dtype))
     again = load(tmp_path / "saved", dtype=dtype)
@@ -170,9 +168,7 @@ def test_dequantised_is_the_same_model_and_saves_float_experts(checkpoint, tmp_p
 def test_models_that_were_never_loaded_round_trip(tmp_path, packed, part):
     """Text-only ones have no `language_model.` prefix on disk."""
     config = LatentMoEConfig.tiny(vision=False, packed=packed)
-    cls = {"whole": LatentMoEForConditionalGeneration, "language_model": LatentMoEForCausalLM}.get(
-        part, LatentMoEModel
-    )
+    cls = {"whole": LatentMoEForConditionalGeneration, "language_model": LatentMoEForCausalLM}.get(part, LatentMoEModel)
     if part != "whole":
         config.text_config.quantization_config = getattr(config, "quantization_config", None)
         config = config.text_config
@@ -246,9 +242,7 @@ def without_two_halves(files):
 
 
 def without_layer(files):
-    for name in [
-        name for content in files.values() for name in content if name.startswith(LAYER + "experts.")
-    ]:
+    for name in [name for content in files.values() for name in content if name.startswith(LAYER + "experts.")]:
         pop(files, name)
 
 
@@ -299,11 +293,7 @@ FAULTS = {
     without_scale: (1, ["experts.3.w1.weight_scale is missing"]),
     without_expert: (
         6,
-        [
-            f"experts.3.{w}.{leaf} is missing"
-            for w in ("w1", "w2", "w3")
-            for leaf in ("weight_packed", "weight_scale")
-        ],
+        [f"experts.3.{w}.{leaf} is missing" for w in ("w1", "w2", "w3") for leaf in ("weight_packed", "weight_scale")],
     ),
     without_two_halves: (
         2,
@@ -374,9 +364,7 @@ def test_faults_of_different_kinds_are_listed_together(checkpoint):
 def test_truncated_shard_is_named(checkpoint):
     file = checkpoint / "model-00002-of-000003.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(
-        ValueError, match=r"1 fault\(s\): model-00002-of-000003.safetensors is truncated or damaged"
-    ):
+    with pytest.raises(ValueError, match=r"1 fault\(s\): model-00002-of-000003.safetensors is truncated or damaged"):
         load(checkpoint)
     file.write_bytes(b"")
     with pytest.raises(ValueError, match=r"1 fault\(s\): model-00002-of-000003.safetensors is truncated"):

@@ -99,9 +99,7 @@ def test_padded_packed_row_counts_no_padding():
     mask = torch.cat([torch.ones(1, real), torch.zeros(1, 6)], dim=1).long()
     borders = torch.cat([row["cu_seqlens"], torch.tensor([real + 6], dtype=torch.int32)])
     labels = ids.masked_fill(mask == 0, -100)
-    padded = model(
-        input_ids=ids, cu_seqlens=borders, attention_mask=mask, labels=labels, output_router_logits=True
-    )
+    padded = model(input_ids=ids, cu_seqlens=borders, attention_mask=mask, labels=labels, output_router_logits=True)
     padded.loss.backward()
     assert torch.equal(padded.expert_load, bare.expert_load)
     assert int(bare.expert_load[0].sum()) == real * model.config.text_config.num_experts_per_token

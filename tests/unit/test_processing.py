@@ -31,9 +31,7 @@ def picture(width: int, height: int, colour: str = "red") -> Image.Image:
 
 def ask(question: str, *images: Any, answer: str | None = None) -> list[dict[str, Any]]:
     parts = [{"type": "image", "image": image} for image in images]
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
-    ]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
     return messages if answer is None else [*messages, {"role": "assistant", "content": answer}]
 
 
@@ -104,12 +102,8 @@ def test_images_by_part_by_list_and_by_placeholder(processor: LatentMoEProcessor
         encode(processor, ask("which?", str(tmp_path / "first.png"), second)),
         encode(processor, ask("which?", tmp_path / "first.png", second)),
         encode(processor, [{"role": "user", "content": bare}], images=[first, second]),
-        encode(
-            processor, [{"role": "user", "content": bare}], processor_kwargs={"images": [[first, second]]}
-        ),
-        encode(
-            processor, [{"role": "user", "content": IMAGE_PLACEHOLDER * 2 + "which?"}], images=[first, second]
-        ),
+        encode(processor, [{"role": "user", "content": bare}], processor_kwargs={"images": [[first, second]]}),
+        encode(processor, [{"role": "user", "content": IMAGE_PLACEHOLDER * 2 + "which?"}], images=[first, second]),
     ]
     for batch in variants:
         for name in ("input_ids", "pixel_values", "grid_thws"):

@@ -55,9 +55,7 @@ def test_no_default_contradicts_what_is_absent_from_the_release() -> None:
 def test_quantization_moves_to_the_root() -> None:
     config = LatentMoEConfig.from_pretrained(RELEASED)
     assert config.model_type == "latentmoe"
-    assert (
-        config.packed_experts and config.quantization_config == LatentMoEConfig.kimi_k3().quantization_config
-    )
+    assert config.packed_experts and config.quantization_config == LatentMoEConfig.kimi_k3().quantization_config
     assert config.quantization_config["quant_method"] == "latentmoe_mxfp4"
     assert not LatentMoEConfig().packed_experts
 

@@ -13,9 +13,7 @@ from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 EXPORTED = {
     name: cls
     for name, cls in inspect.getmembers(modeling_latentmoe, inspect.isclass)
-    if issubclass(cls, PreTrainedModel)
-    and cls.__module__ == modeling_latentmoe.__name__
-    and "forward" in vars(cls)
+    if issubclass(cls, PreTrainedModel) and cls.__module__ == modeling_latentmoe.__name__ and "forward" in vars(cls)
 }
 IDS_BT = torch.tensor([[1, 5, 9, 200, 31, 7, 100, 42, 8]])
 

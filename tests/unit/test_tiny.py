@@ -70,9 +70,7 @@ def test_answers_about_unseen_shapes(make_tiny, shipped):
 
 def test_selection_is_active_on_an_ordinary_question(make_tiny, shipped):
     model, processor = shipped
-    image, turns, _ = next(
-        found for i in range(100) if (found := make_tiny.sample(0, "unseen", i, 84))[2] == "shapes"
-    )
+    image, turns, _ = next(found for i in range(100) if (found := make_tiny.sample(0, "unseen", i, 84))[2] == "shapes")
     chosen = []
     for layer in model.language_model.model.layers:
         if getattr(layer.self_attn, "indexer_type", "none") != "none":
@@ -192,8 +190,7 @@ def test_trace_passes_only_the_named_ninths(make_tiny):
         for here, there in pairwise(places):
             middle = ((here % 3 + there % 3) / 2, (here // 3 + there // 3) / 2)
             assert (
-                not all(x.is_integer() for x in middle)
-                or math.dist((here % 3, here // 3), (there % 3, there // 3)) < 2
+                not all(x.is_integer() for x in middle) or math.dist((here % 3, here // 3), (there % 3, there // 3)) < 2
             )
 
 
@@ -201,9 +198,7 @@ def test_trace_passes_only_the_named_ninths(make_tiny):
 def small(make_tiny):
     processor = make_tiny.make_processor(0)
     torch.manual_seed(0)
-    return processor, LatentMoEForConditionalGeneration(
-        make_tiny.make_config(processor, False, 4096)
-    ).double()
+    return processor, LatentMoEForConditionalGeneration(make_tiny.make_config(processor, False, 4096)).double()
 
 
 def test_indexer_loss_trains_the_indexer_only(make_tiny, small):
@@ -231,9 +226,7 @@ def test_teacher_is_the_attention_of_the_layer(make_tiny, small):
     with torch.no_grad():
         c = attention.q_a_layernorm(attention.q_a_proj(x))
         q = attention.q_b_proj(c).unflatten(-1, (4, -1)).transpose(1, 2)
-        latent, extra = attention.kv_a_proj_with_mqa(x).split(
-            [attention.latent_dim, attention.shared_dim], dim=-1
-        )
+        latent, extra = attention.kv_a_proj_with_mqa(x).split([attention.latent_dim, attention.shared_dim], dim=-1)
         k, _ = attention._expand(torch.cat([attention.kv_a_layernorm(latent), extra], dim=-1))
         own = torch.nn.functional.scaled_dot_product_attention(
             q, k, spelled, attn_mask=documents.attention_mask_BTS[:, None], scale=attention.scale

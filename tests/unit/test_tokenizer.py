@@ -112,9 +112,7 @@ def test_markers_typed_by_a_user_stay_text(both: list[Any]) -> None:
         assert forged in tokenizer.decode(ids[forged])
 
 
-def test_long_texts_are_cut_before_encoding(
-    released: LatentMoETokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_are_cut_before_encoding(released: LatentMoETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tokenization_latentmoe.MAX_CHARS, tokenization_latentmoe.MAX_RUN) == (400_000, 25_000)
     monkeypatch.setattr(tokenization_latentmoe, "MAX_CHARS", 40)
     monkeypatch.setattr(tokenization_latentmoe, "MAX_RUN", 6)

@@ -1,0 +1,141 @@
+"""Records, picture, model card, one voice for errors; and what may be written where."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from modeling_latentmoe.training import checkpoint, monitor
+
+
+def recorded(folder: Path) -> monitor.Metrics:
+    metrics = monitor.Metrics(folder, active=True)
+    metrics.add(step=0, eval_loss=3.0, eval_accuracy=0.1, eval_samples=50)
+    for step in range(1, 5):
+        metrics.add(step=step, loss=2.0 / step, lr=1e-3)
+    metrics.add(step=4, eval_loss=0.5, eval_accuracy=0.9, eval_samples=50)
+    return metrics
+
+
+def test_records_are_on_disk_at_once_and_cut_back_on_resume(tmp_path: Path) -> None:
+    metrics = recorded(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == metrics.records and len(lines) == 6
+    assert metrics.series("loss") == ([1, 2, 3, 4], [2.0, 1.0, 2 / 3, 0.5])
+    resumed = monitor.Metrics(tmp_path, active=True, first_step=2)
+    resumed.add(step=3, loss=9.0)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3] and lines[-1]["loss"] == 9.0
+
+
+def test_only_the_active_process_writes(tmp_path: Path) -> None:
+    monitor.Metrics(tmp_path, active=False).add(step=1, loss=1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_picture(tmp_path: Path) -> None:
+    monitor.draw(recorded(tmp_path), torch.tensor([[1, 2, 3], [0, 6, 0]]), tmp_path / "training.png")
+    with Image.open(tmp_path / "training.png") as image:
+        assert image.width > 800 and len(set(image.convert("L").resize((64, 32)).tobytes())) > 5
+    monitor.draw(recorded(tmp_path), torch.zeros(0), tmp_path / "dense.png")
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "training.png", "dense.png"}
+
+
+def test_load_imbalance_is_the_worst_layer() -> None:
+    assert monitor.load_imbalance(torch.tensor([[4, 4, 4, 4], [8, 4, 4, 0]])) == 2.0
+    assert monitor.load_imbalance(torch.zeros(0)) == 0.0
+
+
+def card(folder: Path, base: str) -> str:
+    return monitor.model_card(
+        recorded(folder),
+        base=base,
+        adapter="user/digits",
+        dataset="digits",
+        question='Which "digit"?',
+        thinking=False,
+        command="accelerate launch scripts/lora.py --lr 1",
+    )
+
+
+def test_card_has_results_and_commands(tmp_path: Path) -> None:
+    text = card(tmp_path, "org/base")
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["base_model"] == "org/base" and front["library_name"] == "peft"
+    assert "| before | 10.0% | 3.0000 | 50 |\n| after | 90.0% | 0.5000 | 50 |" in text
+    assert "for 4 steps" in text and "accelerate launch scripts/lora.py --lr 1" in text
+    assert "--adapter user/digits --image picture.png --question \"Which 'digit'?\"" in text
+    code = text.split("```python")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert 'PeftModel.from_pretrained(base, "user/digits")' in code
+
+
+def test_card_links_no_local_folder(tmp_path: Path) -> None:
+    front = yaml.safe_load(card(tmp_path, str(tmp_path)).split("---")[1])
+    assert "base_model" not in front
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monitor.report_error(ValueError("first\nsecond   third"))
+    monitor.report_error(KeyboardInterrupt())
+    assert capsys.readouterr().err == "error: first second third\nerror: KeyboardInterrupt\n"
+
+
+def test_one_of_several_processes_speaks() -> None:
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    environment["MASTER_PORT"] = str(store.port)
+    assert [monitor.first_to_speak(environment) for _ in range(3)] == [True, False, False]
+
+
+# --- the output folder
+
+
+def test_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
+    settings = {"lr": 1.0, "resume": False}
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"--output_dir .* is in use.*--resume.*--overwrite"):
+        checkpoint.check_output(str(tmp_path), settings, overwrite=False, resume=False)
+    assert (tmp_path / "notes.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(ValueError, match="is a file"):
+        checkpoint.check_output(str(tmp_path / "notes.txt"), settings, overwrite=True, resume=False)
+    assert checkpoint.check_output(str(tmp_path / "new"), settings, False, False) is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "adapter_model.safetensors", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "checkpoint-000003").mkdir()
+    (tmp_path / "checkpoint-000004.partial").mkdir()
+    checkpoint.start_output(tmp_path, {"lr": 1.0})
+    assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "run.yaml"}
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"lr": 1.0}
+
+
+def test_resume_needs_a_checkpoint_and_the_same_settings(tmp_path: Path) -> None:
+    settings = {"lr": 1.0, "resume": True, "overwrite": False}
+    with pytest.raises(ValueError, match="--resume: there is no checkpoint in --output_dir"):
+        checkpoint.check_output(str(tmp_path / "nowhere"), settings, False, True)
+    checkpoint.start_output(tmp_path, {"lr": 1.0, "resume": False, "overwrite": True})
+    (tmp_path / "checkpoint-000002").mkdir()
+    (tmp_path / "checkpoint-000010").mkdir()
+    (tmp_path / "checkpoint-000011.partial").mkdir()
+    assert checkpoint.check_output(str(tmp_path), settings, False, True).name == "checkpoint-000010"
+    with pytest.raises(ValueError, match=r"--lr is 2\.0 but the run in .* has 1\.0"):
+        checkpoint.check_output(str(tmp_path), {**settings, "lr": 2.0}, False, True)
+
+
+def test_first_interrupt_is_a_wish_the_second_an_order() -> None:
+    with pytest.raises(KeyboardInterrupt), checkpoint.Interrupt() as interrupt:
+        assert not interrupt.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.asked
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
