@@ -62,9 +62,7 @@ def build_chat_segments(
     segments = list(_tool_declaration(tools, _TOOLS)) if tools else []
     if thinking and thinking_effort is not None:
         if thinking_effort not in THINKING_EFFORTS:
-            raise ValueError(
-                f"thinking_effort: {thinking_effort!r}, expected one of {', '.join(THINKING_EFFORTS)}"
-            )
+            raise ValueError(f"thinking_effort: {thinking_effort!r}, expected one of {', '.join(THINKING_EFFORTS)}")
         segments += _system("thinking-effort", _EFFORT.format(effort=thinking_effort))
     for message, tool_index in _number_tool_results(_in_call_order(messages)):
         segments += _message(message, tool_index, thinking, images)
@@ -245,9 +243,7 @@ def _message(message: Message, tool_index: int, thinking: bool, images: _Images)
     elif role == "tool":
         tool = message.get("tool") or message.get("name")
         if tool is None:
-            raise ValueError(
-                "a tool message needs `tool` or `name`, or a preceding assistant tool call to answer"
-            )
+            raise ValueError("a tool message needs `tool` or `name`, or a preceding assistant tool call to answer")
         yield from _open("message", role=role, tool=tool, index=tool_index)
         yield from images.content(content)
         yield from _end_message()

@@ -156,9 +156,7 @@ def read_header(path: Path) -> dict[str, DiskTensor]:
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != end:
         raise ValueError(f"{path.name} is truncated or damaged: {size} bytes instead of {end}")
-    return {
-        name: DiskTensor(tuple(entry["shape"]), frozenset({entry["dtype"]})) for name, entry in header.items()
-    }
+    return {name: DiskTensor(tuple(entry["shape"]), frozenset({entry["dtype"]})) for name, entry in header.items()}
 
 
 def check_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: bool) -> None:
@@ -203,9 +201,7 @@ def check_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: bool
         elif tensor.shape != expected[name].shape:
             faults.append(f"{name} has shape {list(tensor.shape)} instead of {list(expected[name].shape)}")
         elif not tensor.dtypes <= expected[name].dtypes:
-            faults.append(
-                f"{name} is {'/'.join(tensor.dtypes)} instead of {'/'.join(sorted(expected[name].dtypes))}"
-            )
+            faults.append(f"{name} is {'/'.join(tensor.dtypes)} instead of {'/'.join(sorted(expected[name].dtypes))}")
     if not unreadable:
         faults += _index_faults(files[0], where, known=found.keys() | set(absent))
     if faults:
@@ -237,7 +233,9 @@ def _index_faults(file: Path, where: dict[str, Path], known: set[str]) -> list[s
 
 def _model_name(name: str, prefix: str, expected: dict[str, DiskTensor]) -> str:
     """`name`, with the base-model prefix added or removed if only that makes it known (as when loading)."""
-    for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+    if name in expected:
+        return name
+    for candidate in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
         if candidate in expected:
             return candidate
     return name

@@ -152,14 +152,10 @@ def assert_packed(model: nn.Module) -> None:
             if param is None:
                 faults.append(f"{name}.{leaf} does not exist")
             elif param.dtype != torch.uint8 or param.requires_grad or tuple(param.shape) != expected:
-                found = (
-                    f"{'trainable' if param.requires_grad else 'frozen'} {param.dtype} {list(param.shape)}"
-                )
+                found = f"{'trainable' if param.requires_grad else 'frozen'} {param.dtype} {list(param.shape)}"
                 faults.append(f"{name}.{leaf} is {found} instead of frozen torch.uint8 {list(expected)}")
     if faults:
-        raise ValueError(
-            f"{len(faults)} expert tensors are not packed MXFP4: {'; '.join(faults[:SHOWN_FAULTS])}"
-        )
+        raise ValueError(f"{len(faults)} expert tensors are not packed MXFP4: {'; '.join(faults[:SHOWN_FAULTS])}")
 
 
 def storage_report(model: nn.Module) -> str:

@@ -137,16 +137,12 @@ class LatentMoEProcessor(ProcessorMixin):
         for messages, given in zip(conversations, per_sample, strict=True):
             take = _Images(given)
             placeholder = self.image_placeholder if given is not None else None
-            segments = build_chat_segments(
-                messages, tools, image_prompt=take, image_placeholder=placeholder, **chat
-            )
+            segments = build_chat_segments(messages, tools, image_prompt=take, image_placeholder=placeholder, **chat)
             samples.append(self._encode(segments, take))
         batch = self._batch(samples, return_assistant_tokens_mask, **options)
         return batch if return_dict else batch["input_ids"]
 
-    def parse_response(
-        self, response: Sequence[int] | torch.Tensor, *, thinking: bool = True
-    ) -> dict[str, str]:
+    def parse_response(self, response: Sequence[int] | torch.Tensor, *, thinking: bool = True) -> dict[str, str]:
         """Ids [T] generated after a prompt (without the prompt) -> {"think": text, "response": text}.
 
         `thinking` is what the prompt was made with. Generation may have stopped anywhere.
@@ -157,9 +153,7 @@ class LatentMoEProcessor(ProcessorMixin):
         """Without the image processor, which has its own released file."""
         return {name: value for name, value in super().to_dict().items() if name != "image_processor"}
 
-    def save_pretrained(
-        self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any
-    ) -> list[str]:
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
         """Writes the tokenizer, preprocessor_config.json as released, processor_config.json and this code."""
         files = super().save_pretrained(save_directory)
         files += self.image_processor.save_pretrained(save_directory)
@@ -179,9 +173,7 @@ class LatentMoEProcessor(ProcessorMixin):
         ids, mask = encode_segments(self.tokenizer, segments)
         pads = ids.count(self.image_token_id)
         if pads != len(images.taken):
-            raise ValueError(
-                f"the text holds {pads} {self.image_token} but there are {len(images.taken)} images"
-            )
+            raise ValueError(f"the text holds {pads} {self.image_token} but there are {len(images.taken)} images")
         rows = iter(self.image_processor.num_tokens(*image.size) for image in images.taken)
         expanded: list[int] = []
         expanded_mask: list[int] = []
@@ -253,9 +245,7 @@ class _Images:
 
 
 def _part_source(part: Mapping[str, Any]) -> ImageSource | None:
-    source = next(
-        (part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None
-    )
+    source = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
     return source["url"] if isinstance(source, Mapping) and "url" in source else source
 
 

@@ -90,9 +90,7 @@ class LatentMoETokenizer(PreTrainedTokenizer):
             raise ImportError("LatentMoETokenizer needs the package tiktoken: pip install tiktoken")
         self.vocab_file = vocab_file
         ranks = _read_ranks(Path(vocab_file))
-        self.model = tiktoken.Encoding(
-            VOCAB_FILE, pat_str=_PRETOKEN, mergeable_ranks=ranks, special_tokens={}
-        )
+        self.model = tiktoken.Encoding(VOCAB_FILE, pat_str=_PRETOKEN, mergeable_ranks=ranks, special_tokens={})
         named = added_tokens_decoder or {}
         reserved = range(len(ranks), len(ranks) + RESERVED_TOKENS)
         special = {i: named.get(i) or _special(f"<|reserved_token_{i}|>") for i in reserved}
@@ -124,9 +122,7 @@ class LatentMoETokenizer(PreTrainedTokenizer):
     def all_special_tokens(self) -> list[str]:
         """Every reserved token: `skip_special_tokens` drops them all, not only the four with a role."""
         named = super().all_special_tokens
-        return list(
-            dict.fromkeys([*named, *(t.content for t in self._added_tokens_decoder.values() if t.special)])
-        )
+        return list(dict.fromkeys([*named, *(t.content for t in self._added_tokens_decoder.values() if t.special)]))
 
     def get_vocab(self) -> dict[str, int]:
         return {**self._ids, **self.added_tokens_encoder}

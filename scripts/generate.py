@@ -17,10 +17,10 @@ from transformers.generation import BaseStreamer
 
 from modeling_latentmoe.chat_latentmoe import parse_message
 from modeling_latentmoe.image_processing_latentmoe import load_image
+from modeling_latentmoe.training import monitor
 from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.loading import SHIPPED_MODEL, load_model, load_processor
 from modeling_latentmoe.training.lora import load_adapter
-from modeling_latentmoe.training.monitor import report_error
 
 
 class AnswerStreamer(BaseStreamer):
@@ -96,9 +96,7 @@ def main(argv: Sequence[str]) -> None:
     if args.adapter:
         model = load_adapter(model, args.adapter)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    sampling = (
-        {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    )
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     model.generate(
         **inputs.to(model.device),
         **sampling,
@@ -108,10 +106,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        report_error(error)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(2)
+    sys.exit(monitor.run_script(main, sys.argv[1:]))

@@ -11,6 +11,7 @@ saved: the same command with --resume continues exactly where it stopped.
 import dataclasses
 import importlib.util
 import math
+import os
 import shlex
 import sys
 import time
@@ -86,6 +87,16 @@ class Arguments:
     push_to_hub: str | None = option(None, "Hub repository to upload the adapter to at the end, user/name")
     traceback: bool = option(False, "show where in the code an error was raised")
 
+    def __post_init__(self) -> None:
+        counts = ("batch_size", "gradient_accumulation", "max_length", "eval_samples", "max_new_tokens", "save_every")
+        for name in (*counts, "keep", "max_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.epochs <= 0:
+            raise ValueError(f"--epochs {self.epochs} must be more than 0")
+        if self.streaming and self.max_steps is None:
+            raise ValueError("--streaming needs --max_steps: the length of a stream is not known")
+
 
 def schedule(progress: float, warmup: float) -> float:
     """Share of the peak learning rate: a linear rise, then a cosine to zero at the end of the run."""
@@ -99,8 +110,6 @@ def main(argv: Sequence[str]) -> None:
     settings = dataclasses.asdict(args)
     command = shlex.join(["accelerate", "launch", "scripts/lora.py", *argv])
     resume_command = f"{command.replace(' --overwrite', '').replace(' --resume', '')} --resume"
-    if args.streaming and args.max_steps is None:
-        raise ValueError("--streaming needs --max_steps: the length of a stream is not known")
     if args.log_with and importlib.util.find_spec(args.log_with) is None:
         raise ValueError(f"--log_with {args.log_with}: it is not installed (pip install {args.log_with})")
     resume_from = checkpoint.check_output(args.output_dir, settings, args.overwrite, args.resume)
@@ -109,8 +118,15 @@ def main(argv: Sequence[str]) -> None:
     # A batch without images leaves the projector without gradients: DDP has to be told that this may happen.
     ddp = DistributedDataParallelKwargs(find_unused_parameters=args.train_projector)
     accelerator = Accelerator(
-        mixed_precision="no", log_with=args.log_with, project_dir=args.output_dir, kwargs_handlers=[ddp]
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision="no",
+        log_with=args.log_with,
+        project_dir=args.output_dir,
+        kwargs_handlers=[ddp],
     )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise ValueError(f"{launched} processes were launched but Accelerate knows {accelerator.num_processes}")
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     if not is_main:
         datasets.disable_progress_bars()
@@ -161,7 +177,7 @@ def main(argv: Sequence[str]) -> None:
     optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
 
-    step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0)
+    step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0, dtype=torch.int64)
     accelerator.wait_for_everyone()
     if resume_from is not None:
         state = checkpoint.load_checkpoint(accelerator, resume_from, model, optimizer)
@@ -185,21 +201,14 @@ def main(argv: Sequence[str]) -> None:
             accelerator.print(f"{when}: {accuracy:.1%} of {n} held-out answers are exact, loss {loss:.4f}")
 
     def save() -> None:
-        state = {
-            "step": step,
-            "rows_done": rows_done,
-            "done": done,
-            "load": load,
-            "data": batches.state_dict(),
-        }
+        state = {"step": step, "rows_done": rows_done, "done": done, "load": load, "data": batches.state_dict()}
         checkpoint.save_checkpoint(accelerator, model, output, identity, optimizer, state, args.keep)
 
     if step == 0:
         measure("before training")
     wrapped.train()
     stream, last_good = iter(batches), None
-    bar = monitor.Progress(done, is_main)
-    with checkpoint.Interrupt() as interrupt:
+    with monitor.Progress(done, is_main) as bar, checkpoint.Interrupt() as interrupt:
         while done < 1:
             began, seen = time.perf_counter(), batches.rows_seen
             window = [next(stream) for _ in range(args.gradient_accumulation)]
@@ -213,10 +222,8 @@ def main(argv: Sequence[str]) -> None:
                 accelerator, mine, read, batches.rows_seen - seen, interrupt.asked
             )
             rows_done += n_rows
-            before, done = (
-                done,
-                (step + 1) / args.max_steps if args.max_steps else rows_done / (args.epochs * rows.total),
-            )
+            before = done
+            done = (step + 1) / args.max_steps if args.max_steps else rows_done / (args.epochs * rows.total)
             factor = schedule((before + done) / 2, args.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -228,28 +235,18 @@ def main(argv: Sequence[str]) -> None:
                     lora.restore(trained, last_good)
                     if is_main:
                         checkpoint.save_adapter(model, output, identity)
-                kept = (
-                    f"the adapter of step {step - 1} is in {output}"
-                    if last_good
-                    else "there was no good step"
-                )
-                raise FloatingPointError(
-                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; {kept}. Lower --lr"
-                )
+                kept = f"the adapter of step {step - 1} is in {output}" if last_good else "there was no good step"
+                raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; {kept}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
             last_good = lora.snapshot(trained)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
 
-            load = step_load.cpu() if step == 1 else load + step_load.cpu()
+            load = step_load + (load if load.numel() else 0)
             speed = n_read / (time.perf_counter() - began)
-            record = {"loss": loss, "grad_norm": grad_norm, "lr": args.lr * factor, "tokens": n_tokens}
-            record |= {
-                "tokens_per_s": speed,
-                "load_imbalance": monitor.load_imbalance(step_load),
-                "done": done,
-            }
+            record = {"loss": loss, "grad_norm": grad_norm, "lr": args.lr * factor, "done": done}
+            record |= {"tokens": n_tokens, "tokens_per_s": speed, "load_imbalance": monitor.load_imbalance(step_load)}
             metrics.add(step=step, **record)
             accelerator.log(record, step=step)
             bar.update(done, step, loss, speed)
@@ -258,17 +255,13 @@ def main(argv: Sequence[str]) -> None:
             if stop or step % args.save_every == 0:
                 save()
             if stop:
-                raise InterruptedError(
-                    f"stopped after step {step}, everything is saved; to go on: {resume_command}"
-                )
-    bar.close()
+                raise InterruptedError(f"stopped after step {step}, everything is saved; to go on: {resume_command}")
 
     measure("after training")
     save()
     load = accelerator.reduce(load.to(accelerator.device), reduction="sum").cpu()
-    accelerator.print(
-        f"left out: {batches.too_long} samples over --max_length, {batches.bad_images} unreadable images"
-    )
+    too_long, bad_images = global_sum(accelerator, batches.too_long, batches.bad_images)
+    accelerator.print(f"left out: {too_long} samples over --max_length, {bad_images} unreadable images")
     if is_main:
         checkpoint.save_adapter(model, output, identity)
         monitor.draw(metrics, load, output / "training.png")
@@ -289,10 +282,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError, FloatingPointError, KeyboardInterrupt) as error:
-        if "--traceback" in sys.argv:
-            raise
-        monitor.report_error(error)
-        sys.exit(2)
+    sys.exit(monitor.run_script(main, sys.argv[1:]))

@@ -71,8 +71,7 @@ def outline_of(kind: str) -> list[Point]:
     def around(n: int, radii: tuple[float, ...] = (1.0,), start: float = -90.0) -> list[Point]:
         angles = [math.radians(start + 360 * i / n) for i in range(n)]
         return [
-            (radii[i % len(radii)] * math.cos(a), radii[i % len(radii)] * math.sin(a))
-            for i, a in enumerate(angles)
+            (radii[i % len(radii)] * math.cos(a), radii[i % len(radii)] * math.sin(a)) for i, a in enumerate(angles)
         ]
 
     if kind == "circle":
@@ -104,9 +103,7 @@ def outline_of(kind: str) -> list[Point]:
         return [(float(x), float(y)) for x, y in corners]
     outer = [math.radians(50 + 260 * i / 30) for i in range(31)]
     inner = [math.radians(300 - 240 * i / 30) for i in range(31)]
-    return [(math.cos(a), math.sin(a)) for a in outer] + [
-        (0.42 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in inner
-    ]
+    return [(math.cos(a), math.sin(a)) for a in outer] + [(0.42 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in inner]
 
 
 def rotated(points: list[Point], degrees: float) -> list[Point]:
@@ -125,13 +122,7 @@ def smooth_path(points: list[Point], closed: bool) -> list[Point]:
             t = step / 12
             curve.append(
                 tuple(
-                    0.5
-                    * (
-                        2 * b
-                        + (c - a) * t
-                        + (2 * a - 5 * b + 4 * c - d) * t**2
-                        + (3 * b - a - 3 * c + d) * t**3
-                    )
+                    0.5 * (2 * b + (c - a) * t + (2 * a - 5 * b + 4 * c - d) * t**2 + (3 * b - a - 3 * c + d) * t**3)
                     for a, b, c, d in zip(p0, p1, p2, p3, strict=True)
                 )
             )
@@ -244,9 +235,7 @@ def ask_kind(rng: random.Random, things: list[Thing]) -> Turn:
 def ask_count(rng: random.Random, things: list[Thing]) -> Turn:
     if rng.random() < 0.3:
         colour = rng.choice((rng.choice(things).colour, rng.choice(list(COLOURS))))
-        return f"How many {colour} shapes are there?", NUMBERS[
-            sum(thing.colour == colour for thing in things)
-        ]
+        return f"How many {colour} shapes are there?", NUMBERS[sum(thing.colour == colour for thing in things)]
     return "How many shapes are there?", NUMBERS[len(things)]
 
 
@@ -277,9 +266,7 @@ def ask_order(rng: random.Random, things: list[Thing]) -> Turn:
 
 
 def ask_all(rng: random.Random, things: list[Thing]) -> Turn:
-    return "Describe the picture.", ", ".join(
-        f"{article(thing.name)} at the {PLACES[thing.place]}" for thing in things
-    )
+    return "Describe the picture.", ", ".join(f"{article(thing.name)} at the {PLACES[thing.place]}" for thing in things)
 
 
 SHAPE_QUESTIONS: list[Callable[[random.Random, list[Thing]], Turn]] = [
@@ -305,9 +292,7 @@ def dots(rng: random.Random, size: int) -> tuple[Image.Image, list[Turn]]:
         centre = (rng.uniform(0.08, 0.92), rng.uniform(0.08, 0.92))
         if all(math.dist(centre, other) > 3 * radius for other in centres):
             centres.append(centre)
-            canvas.polygon(
-                [(centre[0] + radius * x, centre[1] + radius * y) for x, y in outline_of("circle")], colour
-            )
+            canvas.polygon([(centre[0] + radius * x, centre[1] + radius * y) for x, y in outline_of("circle")], colour)
     turns = [("How many dots are there?", str(count)), ("How many dots, in words?", NUMBERS[count])]
     return with_noise(rng, canvas.finish()), rng.sample(turns, rng.choice((1, 2)))
 
@@ -326,8 +311,7 @@ def trace(rng: random.Random, canvas: Canvas, width: float) -> list[Turn]:
         path.append(rng.choice(free))
     path = path if path[0] < path[-1] else path[::-1]
     anchors = [
-        ((p % 3 + 0.5) / 3 + rng.uniform(-0.05, 0.05), (p // 3 + 0.5) / 3 + rng.uniform(-0.05, 0.05))
-        for p in path
+        ((p % 3 + 0.5) / 3 + rng.uniform(-0.05, 0.05), (p // 3 + 0.5) / 3 + rng.uniform(-0.05, 0.05)) for p in path
     ]
     canvas.stroke(smooth_path(anchors, closed=False) if rng.random() < 0.6 else anchors, 255, width)
     return [
@@ -403,9 +387,7 @@ def strokes(rng: random.Random, size: int) -> tuple[Image.Image, list[Turn]]:
         coarse = Image.fromarray(ink).resize((rng.choice((8, 8, 10, 12, 16)),) * 2, Image.Resampling.BOX)
         how = rng.choice((Image.Resampling.NEAREST, Image.Resampling.BILINEAR, Image.Resampling.BICUBIC))
         ink = np.asarray(coarse.resize((size, size), how))
-    paper, pen = rng.choice(
-        ((rng.randint(0, 60), rng.randint(170, 255)), (rng.randint(190, 255), rng.randint(0, 80)))
-    )
+    paper, pen = rng.choice(((rng.randint(0, 60), rng.randint(170, 255)), (rng.randint(190, 255), rng.randint(0, 80))))
     if rng.random() < 0.4:
         paper, pen = (0, 255) if pen > paper else (255, 0)
     grey = (paper + (pen - paper) * (ink.astype(np.float32) / 255)).round().astype(np.uint8)
@@ -443,9 +425,7 @@ def sample(seed: int, split: str, index: int, size: int) -> tuple[Image.Image | 
 
 def make_processor(seed: int) -> LatentMoEProcessor:
     """The released image processing, and a byte-level BPE learnt from the questions and answers above."""
-    texts = [
-        text for i in range(4000) for turn in sample(seed, "vocabulary", i, SIZES[0])[1] for text in turn
-    ]
+    texts = [text for i in range(4000) for turn in sample(seed, "vocabulary", i, SIZES[0])[1] for text in turn]
     tags = ["message", " role", '="', "user", "assistant", "system", "response", "think"] * 200
     sizes = [f"image {size}x{size}" for size in SIZES] * 200
     tokenizer = tiny_tokenizer(texts + tags + sizes, vocab_size=512)
@@ -625,9 +605,7 @@ class IndexerLoss:
         kv = module.kv_b_proj(module.kv_a_layernorm(latent)).unflatten(-1, (module.num_heads, -1))
         own = torch.einsum("btnk,bsnk->bnts", q[..., : module.nope_dim], kv[..., : module.nope_dim])
         shared = torch.einsum("btnk,bsk->bnts", q[..., module.nope_dim :], extra)
-        score = ((own + shared) * module.scale).masked_fill(
-            ~documents.attention_mask_BTS[:, None], -torch.inf
-        )
+        score = ((own + shared) * module.scale).masked_fill(~documents.attention_mask_BTS[:, None], -torch.inf)
         return score.softmax(-1).mean(1)
 
 
@@ -712,15 +690,9 @@ def describe(scores: dict[str, float]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for the checkpoint; must not exist yet"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=6000, help="steps of the float stage (default %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint; must not exist yet")
+    parser.add_argument("--steps", type=int, default=6000, help="steps of the float stage (default %(default)s)")
     parser.add_argument(
         "--recovery-steps",
         type=int,
@@ -737,9 +709,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--index-topk", type=int, default=32, help="keys that sparse attention selects (default %(default)s)"
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, pictures and questions (default %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, pictures and questions (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
     parser.add_argument(
         "--workers",

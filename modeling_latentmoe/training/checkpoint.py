@@ -80,7 +80,7 @@ def remove_run(folder: Path) -> None:
     """Delete what an earlier run left in the folder, and nothing else."""
     for file in RUN_FILES:
         (folder / file).unlink(missing_ok=True)
-    for path in [*folder.glob("checkpoint-*"), *folder.glob(f"*{TEMPORARY}")]:
+    for path in {*folder.glob("checkpoint-*"), *folder.glob(f"*{TEMPORARY}")}:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

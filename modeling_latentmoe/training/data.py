@@ -52,7 +52,9 @@ class Chat:
 
     @property
     def answer(self) -> str:
-        """Text of the last message."""
+        """Text of the last message; ValueError unless the assistant says it."""
+        if self.messages[-1]["role"] != "assistant":
+            raise ValueError(f"{self.name}: the last message of a held-out chat must be the assistant's")
         return text_of(self.messages[-1])
 
 
@@ -101,13 +103,16 @@ def as_messages(name: str, column: str, value: Any, role: str) -> list[dict[str,
     add."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in value):
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"{name}: `{column}` must be a list of messages with `role` and `content`")
     messages = [{key: field for key, field in message.items() if field is not None} for message in value]
     for message in messages:
-        content = message.setdefault("content", "")
-        if not isinstance(content, str):
+        # only a message of tool calls alone has no content
+        content = message.setdefault("content", "") if "tool_calls" in message else message.get("content")
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             message["content"] = [{key: v for key, v in part.items() if v is not None} for part in content]
+        elif not isinstance(content, str) or "role" not in message:
+            raise ValueError(f"{name}: `{column}` must be a list of messages with `role` and `content`")
     return messages
 
 

@@ -49,13 +49,14 @@ def backpropagate(
 
     `window` holds batches of model arguments with `labels`; `n_tokens` is the number of trained tokens of
     all processes. Returns the loss of the whole step (the same number on every process) and this process'
-    expert load, int64 [MoE layers, E].
+    expert load, int64 [MoE layers, E], empty for a
+    model without routed experts.
     """
     # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole
     # window
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
     loss_sum = torch.zeros((), dtype=torch.float64)
-    load = 0
+    load = torch.zeros(0, dtype=torch.int64)
     for i, batch in enumerate(window):
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
         labels_BT = batch.pop("labels")
@@ -65,6 +66,7 @@ def backpropagate(
             batch_loss = token_loss_sum(output.logits, labels_BT)
             accelerator.backward(batch_loss * scale)
         loss_sum += batch_loss.detach().double().cpu()
-        load = load + output.expert_load
+        if output.expert_load is not None:
+            load = output.expert_load.cpu() + (load if load.numel() else 0)
     total = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
     return float(total) / n_tokens, load

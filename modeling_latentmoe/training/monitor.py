@@ -4,7 +4,7 @@ errors."""
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,10 @@ class Progress:
         self.bar.set_description_str(f"step {step}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s", refresh=False)
         self.bar.update(min(done, 1.0) - self.bar.n)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self.bar.close()
 
 
@@ -174,11 +177,24 @@ def model_card(
     )
 
 
+def run_script(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
+    """The exit code of a script: 0, or 2 after one line about a mistake in its input or an interruption."""
+    try:
+        main(argv)
+    except (ValueError, OSError, ImportError, FloatingPointError, KeyboardInterrupt) as error:
+        if "--traceback" in argv:
+            raise
+        report_error(error)
+        return 2
+    return 0
+
+
 def report_error(error: BaseException) -> None:
     """Print one line to stderr; where several processes fail with the same mistake, only the first one
     speaks."""
     if first_to_speak(os.environ):
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr, flush=True)
+        text = " ".join(str(error).split()) or "interrupted, nothing was saved since the last checkpoint"
+        print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def first_to_speak(environment: Mapping[str, str]) -> bool:

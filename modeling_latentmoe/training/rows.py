@@ -1,5 +1,6 @@
 """Datasets: open any kind by its name; give each process its rows, in an order that only the seed decides."""
 
+import json
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -11,6 +12,7 @@ from datasets import (
     Features,
     Image,
     IterableDataset,
+    Json,
     List,
     Value,
     load_dataset,
@@ -62,6 +64,9 @@ def open_dataset(
         # what datasets raises itself says only that something went wrong
         cause = one_line(error.__cause__ or error)
         raise ValueError(f"dataset {source} cannot be opened: {cause}") from error
+    except StopIteration as error:
+        # the JSON reader's way of saying that there is not one line
+        raise ValueError(f"dataset {source} is empty") from error
     except ValueError as error:
         raise ValueError(f"dataset {source}: {one_line(error)}") from error
     return dataset, path if path.is_dir() else path.parent if path.is_file() else None
@@ -124,15 +129,26 @@ def handwritten_digits(split: str, variant: str = "") -> Dataset:
     )
 
 
-def without_decoding(feature: Any) -> Any:
-    """The same features with images left as bytes, so that decoding them is ours to do and to report."""
-    if isinstance(feature, Image):
-        return Image(decode=False)
+def recovered(feature: Any, value: Any, name: str = "") -> Any:
+    """An undecoded value with its Json fields decoded; `name` is the field's.
+
+    datasets makes a column of texts and lists (a chat's `content`) a Json column, and stores a text that
+    happens to be JSON as it is: what is meant as the text "1.50" would come back as a number. Such a text
+    stays a text here.
+    """
+    if value is None:
+        return None
+    if isinstance(feature, Json):
+        decoded = json.loads(value)
+        is_content = isinstance(decoded, str) or (
+            isinstance(decoded, list) and all(isinstance(part, dict) for part in decoded)
+        )
+        return decoded if is_content or name != "content" else value
     if isinstance(feature, List):
-        return List(without_decoding(feature.feature), length=feature.length)
+        return [recovered(feature.feature, item, name) for item in value]
     if isinstance(feature, dict):
-        return type(feature)({name: without_decoding(value) for name, value in feature.items()})
-    return feature
+        return {key: recovered(part, value[key], key) for key, part in feature.items()}
+    return value
 
 
 class Rows:
@@ -149,6 +165,8 @@ class Rows:
     ) -> None:
         self.source, self.rank, self.world, self.seed = source, rank, world, seed
         self.streamed = isinstance(dataset, IterableDataset)
+        if not self.streamed and len(dataset) == 0:
+            raise ValueError(f"dataset {source} is empty")
         if not self.streamed and len(dataset) < world:
             raise ValueError(f"dataset {source} has {len(dataset)} rows, fewer than the {world} processes")
         self.total = None if self.streamed else len(dataset)
@@ -176,10 +194,10 @@ class Rows:
             rows = list(split_dataset_by_node(order, self.rank, self.world)["row"])[skip:]
             stream = self.dataset.select(rows).to_iterable_dataset()
             names = (f"row {row}" for row in rows)
-        if stream.features is not None:
-            stream = stream.cast(without_decoding(stream.features))
-        for name, row in zip(names, stream, strict=False):
-            yield f"{self.source}, {name}", row
+        features = stream.features
+        # images stay bytes, so that decoding them is ours to do and to report
+        for name, row in zip(names, stream.decode(False), strict=False):
+            yield f"{self.source}, {name}", row if features is None else recovered(dict(features), row)
 
 
 def one_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 Legend: B batch, T tokens, S keys, P cached tokens, M real tokens in order, D documents, W window, C chunk.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -35,7 +36,7 @@ class Batch:
 
     id: str
     T: int
-    documents: tuple[tuple[range, ...], ...]
+    documents: tuple[tuple[Sequence[int], ...], ...]
     attention_mask: tuple[tuple[int, ...], ...] | None = None
     position_ids: tuple[tuple[int, ...], ...] | None = None
     cu_seqlens: tuple[int, ...] | None = None
@@ -113,6 +114,13 @@ BATCHES = (
         ((range(2), range(4, 7)),),
         attention_mask=((1, 1, 0, 0, 1, 1, 1),),
         position_ids=((0, 1, 0, 0, 0, 1, 2),),
+    ),
+    Batch(
+        "padded-inside-a-document",
+        6,
+        (((0, 1, 4, 5),),),
+        attention_mask=((1, 1, 0, 0, 1, 1),),
+        position_ids=((0, 1, 0, 0, 2, 3),),
     ),
     Batch(
         "restarts-then-padding",

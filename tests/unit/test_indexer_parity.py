@@ -454,16 +454,17 @@ def test_keys_that_are_not_selected_get_no_gradient() -> None:
 
 # Sharing through a whole model.
 
-KINDS = ("none", "full", "none", "shared", "none", "shared", "full", "none", "shared")
+KINDS = ("kda", "full", "kda", "shared", "mla", "shared", "full", "kda", "shared")
 
 
 def make_model(kinds: Sequence[str] = KINDS, **changes) -> LatentMoEForCausalLM:
-    """KDA where the kind is "none"."""
-    kda = [i + 1 for i, kind in enumerate(kinds) if kind == "none"]
+    """Layers "kda", "mla" (no indexer), "full" and "shared"."""
+    kda = [i + 1 for i, kind in enumerate(kinds) if kind == "kda"]
     linear = {"kda_layers": kda, "full_attn_layers": [i for i in range(1, len(kinds) + 1) if i not in kda]}
     linear |= {"num_heads": 2, "head_dim": 8, "short_conv_kernel_size": 4, "use_full_rank_gate": True}
     values = {"num_hidden_layers": len(kinds), "vocab_size": 50, "intermediate_size": 24, "pad_token_id": 0}
-    values |= {"linear_attn_config": linear, "indexer_types": list(kinds), "attn_res_block_size": 3}
+    values |= {"linear_attn_config": linear, "attn_res_block_size": 3}
+    values["indexer_types"] = ["none" if kind in ("kda", "mla") else kind for kind in kinds]
     config = text_config(**(values | changes))
     torch.manual_seed(0)
     model = LatentMoEForCausalLM(config).eval()
@@ -488,11 +489,12 @@ def watch(model: LatentMoEForCausalLM, **inputs) -> dict[int, tuple]:
     return seen
 
 
-def test_a_shared_layer_uses_the_last_full_choice_through_kda_layers() -> None:
+def test_a_shared_layer_uses_the_last_full_choice_through_other_layers() -> None:
     model = make_model()
     seen = watch(model, input_ids=torch.randint(1, 50, (1, 40)))
-    assert list(seen) == [1, 3, 5, 6, 8]
-    choices = {i: listed(index[0]) for i, (_, _, index) in seen.items()}
+    assert list(seen) == [1, 3, 4, 5, 6, 8]
+    assert seen[4][2] is None
+    choices = {i: listed(index[0]) for i, (_, _, index) in seen.items() if i != 4}
     assert choices[1] != choices[6]
     for i, source in {1: 1, 3: 1, 5: 1, 6: 6, 8: 6}.items():
         x, output, _ = seen[i]

@@ -84,7 +84,9 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monitor.report_error(ValueError("first\nsecond   third"))
     monitor.report_error(KeyboardInterrupt())
-    assert capsys.readouterr().err == "error: first second third\nerror: KeyboardInterrupt\n"
+    assert capsys.readouterr().err == (
+        "error: first second third\nerror: interrupted, nothing was saved since the last checkpoint\n"
+    )
 
 
 def test_one_of_several_processes_speaks() -> None:

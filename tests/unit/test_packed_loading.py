@@ -1,6 +1,7 @@
 """Released-layout MXFP4 checkpoints through from_pretrained and save_pretrained, whole and damaged."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from modeling_latentmoe import (
     LatentMoEForConditionalGeneration,
     LatentMoEModel,
 )
-from modeling_latentmoe.conversion import check_checkpoint
+from modeling_latentmoe.conversion import DiskTensor, check_checkpoint, expected_tensors
 from modeling_latentmoe.mxfp4 import LatentMoEMxfp4Config, decode, storage_report
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden" / "checkpoint"
@@ -201,6 +202,23 @@ def test_meta_model_needs_no_memory():
         model = LatentMoEForConditionalGeneration(LatentMoEConfig.tiny())
     assert experts(model).gate_up_proj.is_meta and experts(model).gate_up_proj.dtype == torch.uint8
     assert experts(model).gate_up_proj.ds_shape == (16, 64, 32)
+
+
+def test_released_k3_is_expected_to_the_tensor_and_byte():
+    """The numbers of the released index: 497,220 tensors, 1,560,860,324,864 bytes."""
+    with torch.device("meta"):
+        model = LatentMoEForConditionalGeneration(LatentMoEConfig.kimi_k3())
+    expected = expected_tensors(model, packed=True)
+    assert len(expected) == 497_220
+    assert expected["language_model.model.layers.92.block_sparse_moe.experts.895.w2.weight_scale"].shape == (3584, 96)
+    assert expected["language_model.model.layers.1.block_sparse_moe.experts.0.w3.weight_packed"].shape == (3072, 1792)
+
+    def width(name: str, tensor: DiskTensor) -> int:
+        if tensor.dtypes == {"U8"}:
+            return 1
+        return 4 if any(part in name for part in model._keep_in_fp32_modules_strict) else 2
+
+    assert sum(math.prod(t.shape) * width(name, t) for name, t in expected.items()) == 1_560_860_324_864
 
 
 def test_only_the_supported_format_is_accepted(checkpoint):

@@ -1,0 +1,228 @@
+"""Every mistake a user can make: one line that names the file, field or switch, exit code 2, nothing half
+written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from modeling_latentmoe.training import checkpoint, lora
+from modeling_latentmoe.training.loading import load_model
+from modeling_latentmoe.training.monitor import run_script
+from scripts import generate
+from scripts import lora as lora_script
+
+CHAT = [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "3"}]
+
+# argv -> what the script printed about the mistake
+Failing = Callable[..., str]
+
+
+@pytest.fixture
+def failing(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Failing:
+    """Runs the training script with small settings, expects exit code 2 and one line, and returns that
+    line."""
+
+    def run(*argv: str, model: Path = small, untouched: bool = True) -> str:
+        output = tmp_path / "run"
+        before = sorted(output.rglob("*")) if output.exists() else None
+        common = ["--model", str(model), "--output_dir", str(output), "--batch_size", "2", "--eval_samples", "2"]
+        code = run_script(lora_script.main, [*common, "--max_new_tokens", "2", *argv])
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert code == 2 and len(lines) == 1, lines
+        if untouched:
+            assert (sorted(output.rglob("*")) if output.exists() else None) == before, "something was written"
+        return lines[0]
+
+    return run
+
+
+def jsonl(folder: Path, *rows: dict) -> str:
+    """A JSON-lines file of rows, beside an image of each name that does not start with "no"."""
+    folder.mkdir(exist_ok=True)
+    for row in rows:
+        for name in row.get("images", []):
+            if not name.startswith("no"):
+                Image.new("RGB", (28, 28), (9, 9, 9)).save(folder / name)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "rows.jsonl")
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--learning_rate", "1"], "--learning_rate"),
+        (["--r", "sixteen"], "--r: invalid int value: 'sixteen'"),
+        (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
+        (["--streaming"], "--streaming needs --max_steps"),
+        (["--log_with", "wandb", "--max_steps", "1"], "--log_with wandb: it is not installed"),
+        (["--r", "0"], "--r 0"),
+        (["--batch_size", "0"], "--batch_size 0 must be at least 1"),
+        (["--epochs", "0"], "--epochs"),
+        (["--resume"], "--resume: there is no checkpoint"),
+        (["--target_modules", "q_proj", "qq"], "--target_modules qq: the model has no such module; it has "),
+        (["--target_modules", "gate"], "is the router"),
+    ],
+)
+def test_switches(argv: list[str], words: str, failing: Failing) -> None:
+    assert words in failing(*argv)
+
+
+def test_yaml_files(failing: Failing, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+
+    def message(text: str, *argv: str) -> str:
+        file.write_text(text)
+        with pytest.raises(ValueError) as error:
+            lora_script.parse(lora_script.Arguments, "", [str(file), *argv])
+        return str(error.value)
+
+    assert "run.yaml: unknown setting learning_rate" in message("lr: 1\nlearning_rate: 2\n")
+    assert "run.yaml is not valid YAML" in message("lr: [1\n")
+    assert "must hold lines `name: value`" in message("- lr\n")
+    assert "--r: invalid int value: 'many'" in message("r: many\n")
+    assert run_script(lora_script.main, [str(tmp_path / "absent.yaml")]) == 2
+
+
+def test_output_folder_in_use(failing: Failing, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    assert f"--output_dir {tmp_path / 'run'} is in use" in failing("--max_steps", "1")
+
+
+# --- the model
+
+
+def damaged(small: Path, folder: Path) -> tuple[Path, Path]:
+    """A copy of the small model, and its second shard."""
+    shutil.copytree(small, folder)
+    return folder, sorted(folder.glob("*.safetensors"))[1]
+
+
+def test_missing_shard(small: Path, failing: Failing, tmp_path: Path) -> None:
+    model, shard = damaged(small, tmp_path / "missing")
+    shard.unlink()
+    assert shard.name in failing("--max_steps", "1", model=model)
+
+
+def test_truncated_shard(small: Path, failing: Failing, tmp_path: Path) -> None:
+    model, shard = damaged(small, tmp_path / "truncated")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert shard.name in failing("--max_steps", "1", model=model)
+
+
+def test_no_such_model(failing: Failing, tmp_path: Path) -> None:
+    assert "nowhere" in failing("--max_steps", "1", model=tmp_path / "nowhere")
+
+
+# --- the data
+
+
+def test_missing_columns(failing: Failing, tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "d", {"images": ["a.png"], "text": "x"})
+    message = failing("--dataset", data)
+    assert "rows.jsonl" in message and "`messages`" in message and "only images, text" in message
+
+
+def test_placeholders_that_do_not_match(failing: Failing, tmp_path: Path) -> None:
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "?"}]
+    data = jsonl(tmp_path / "d", {"images": ["a.png"], "messages": [{"role": "user", "content": parts}, CHAT[1]]})
+    message = failing("--dataset", data, "--max_steps", "1", untouched=False)
+    assert "rows.jsonl, row 0: `messages` has 2 image placeholders but `images` holds 1" in message
+
+
+def test_unreadable_image(failing: Failing, tmp_path: Path, small: Path, capsys) -> None:
+    rows = [{"images": [name], "messages": CHAT} for name in ("a.png", "b.png", "no.png")]
+    data = jsonl(tmp_path / "d", *rows)
+    message = failing("--dataset", data, "--epochs", "1", untouched=False)
+    assert "rows.jsonl, row 2" in message and "no.png" in message
+    argv = ["--model", str(small), "--dataset", data, "--epochs", "1", "--skip_bad_images"]
+    assert run_script(lora_script.main, [*argv, "--output_dir", str(tmp_path / "skipped")]) == 0
+    assert "1 unreadable image" in capsys.readouterr().out
+
+
+def test_samples_over_the_limit(failing: Failing, tmp_path: Path, small: Path, capsys) -> None:
+    rows = [{"messages": [CHAT[0], {"role": "assistant", "content": "3" * n}]} for n in (1, 1, 300)]
+    data = jsonl(tmp_path / "d", *rows)
+    assert "3 samples exceed --max_length 9" in failing("--dataset", data, "--max_length", "9", untouched=False)
+    argv = ["--model", str(small), "--dataset", data, "--epochs", "1", "--max_length", "200"]
+    assert run_script(lora_script.main, [*argv, "--output_dir", str(tmp_path / "dropped")]) == 0
+    assert "left out: 1 sample" in capsys.readouterr().out
+
+
+def test_empty_dataset(failing: Failing, tmp_path: Path) -> None:
+    assert "rows.jsonl" in failing("--dataset", jsonl(tmp_path / "d"))
+
+
+def test_empty_held_out_dataset(failing: Failing, tmp_path: Path) -> None:
+    assert "rows.jsonl" in failing("--eval_dataset", jsonl(tmp_path / "d"), "--max_steps", "1")
+
+
+def test_no_such_dataset(failing: Failing, tmp_path: Path) -> None:
+    assert "elsewhere.parquet" in failing("--dataset", str(tmp_path / "elsewhere.parquet"))
+    assert "digits:grey" in failing("--dataset", "digits:grey")
+
+
+# --- while it runs
+
+
+def test_loss_that_is_not_finite_keeps_the_last_good_adapter(
+    failing: Failing, tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fourth step has a NaN: what is kept are the weights that still gave a finite loss in the third."""
+    losses, kept = [], []
+
+    def breaking(accelerator, model, window, n_tokens):
+        kept.append([p.detach().clone() for name, p in model.named_parameters() if "lora_" in name])
+        loss, load = backpropagate(accelerator, model, window, n_tokens)
+        losses.append(loss if len(losses) < 3 else float("nan"))
+        return losses[-1], load
+
+    backpropagate = lora_script.backpropagate
+    monkeypatch.setattr(lora_script, "backpropagate", breaking)
+    message = failing("--max_steps", "20", untouched=False)
+    output = tmp_path / "run"
+    assert "step 4: loss nan, gradient norm" in message and f"the adapter of step 2 is in {output}" in message
+    assert not list(output.rglob(f"*{checkpoint.TEMPORARY}"))
+    model = lora.load_adapter(load_model(str(small), "fp32"), str(output))
+    factors = [p for name, p in model.named_parameters() if "lora_" in name]
+    assert all(torch.equal(a, b) for a, b in zip(factors, kept[2], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(factors, kept[1], strict=True))
+
+
+# --- generate.py
+
+
+def test_generate(small: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = load_model(str(small), "fp32")
+    identity = lora.base_identity(base, "org/small")
+    (tmp_path / "adapter").mkdir()
+    adapter = lora.add_adapter(base, r=2, lora_alpha=2, expert_rank=1)
+    checkpoint.save_adapter(adapter, tmp_path / "adapter", identity)
+    (tmp_path / "text.png").write_text("not an image")
+    model = ["--model", str(small), "--question", "?"]
+    for argv, words in (
+        (["--model", str(small)], "--question"),
+        ([*model, "--image", str(tmp_path / "no.png")], "no.png"),
+        ([*model, "--image", str(tmp_path / "text.png")], "text.png"),
+        ([*model, "--adapter", str(tmp_path)], "adapter_config.json is missing"),
+        (
+            ["--model", str(other), "--question", "?", "--adapter", str(tmp_path / "adapter")],
+            "was made for another base model (org/small)",
+        ),
+        ([*model, "--max_new_tokens", "0"], "--max_new_tokens 0"),
+    ):
+        assert run_script(generate.main, argv) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and words in lines[0], lines
+    Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
+    good = [*model, "--image", str(tmp_path / "a.png"), "--adapter", str(tmp_path / "adapter")]
+    assert run_script(generate.main, [*good, "--max_new_tokens", "3"]) == 0
+    assert capsys.readouterr().out.endswith("\n")

@@ -1,0 +1,245 @@
+"""scripts/lora.py as a whole: what a run leaves, exact resume, Ctrl-C, several processes, the default job."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from modeling_latentmoe.training import lora
+from modeling_latentmoe.training.arguments import parse
+from modeling_latentmoe.training.loading import load_model
+from modeling_latentmoe.training.monitor import run_script
+from scripts import lora as script
+
+from .conftest import save_small_model
+
+FILES = {
+    *("adapter_config.json", "adapter_model.safetensors", "base_model.json", "README.md"),
+    *("run.yaml", "metrics.jsonl", "training.png"),
+}
+
+
+def argv(model: Path, output: Path, *more: str) -> list[str]:
+    settings = ["--model", str(model), "--output_dir", str(output), "--batch_size", "3", "--eval_samples", "6"]
+    return [*settings, "--max_new_tokens", "3", "--r", "4", "--expert_rank", "2", *more]
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(records: list[dict]) -> list[dict]:
+    return [{name: value for name, value in record.items() if name != "tokens_per_s"} for record in records]
+
+
+def same_state(one: Path, two: Path) -> None:
+    """Adapter, optimizer, random state, data position and counters of two checkpoints are bit-identical."""
+    a, b = (torch.load(folder / "state.pt", weights_only=True) for folder in (one, two))
+    assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
+    for key, moments in a["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(value, b["optimizer"]["state"][key][name]), f"{name} of parameter {key}"
+    for mine, theirs in zip(a["processes"], b["processes"], strict=True):
+        assert torch.equal(mine.pop("random"), theirs.pop("random"))
+        assert torch.equal(mine.pop("load"), theirs.pop("load"))
+        assert mine == theirs
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, two))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def straight(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of six steps with checkpoints at three and six."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    more = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--gradient_accumulation", "2"]
+    assert run_script(script.main, argv(small, output, *more)) == 0
+    return output
+
+
+def test_a_run_leaves_everything(straight: Path, small: Path) -> None:
+    names = {path.name for path in straight.iterdir()}
+    assert names == FILES | {"checkpoint-000003", "checkpoint-000006"}
+    records = metrics(straight)
+    assert [r["step"] for r in records if "eval_accuracy" in r] == [0, 3, 6]
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    rates = [r["lr"] for r in steps]
+    assert max(rates) <= 3e-3 and rates[-1] < rates[1] and all(r["grad_norm"] > 0 for r in steps)
+    settings = yaml.safe_load((straight / "run.yaml").read_text())
+    assert settings["max_steps"] == 6 and settings["model"] == str(small)
+    card = (straight / "README.md").read_text()
+    assert f"--adapter {straight}" in card and "| after |" in card
+
+
+def test_the_adapter_changes_the_model(straight: Path, small: Path) -> None:
+    ids = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        plain = load_model(str(small), "fp32").eval()(input_ids=ids).logits
+        model = lora.load_adapter(load_model(str(small), "fp32"), str(straight)).eval()
+        assert (model(input_ids=ids).logits - plain).abs().max() > 1e-3
+
+
+def test_resume_is_exact(straight: Path, small: Path, tmp_path: Path) -> None:
+    """Three steps, a new start, three more: the same as six, in weights, moments, order and records."""
+    output = tmp_path / "run"
+    output.mkdir()
+    shutil.copytree(straight / "checkpoint-000003", output / "checkpoint-000003")
+    for file in ("run.yaml", "metrics.jsonl"):
+        shutil.copy(straight / file, output)
+    more = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--gradient_accumulation", "2"]
+    assert run_script(script.main, argv(small, output, *more, "--resume")) == 0
+    same_state(straight / "checkpoint-000006", output / "checkpoint-000006")
+    assert without_times(metrics(output)) == without_times(metrics(straight))
+    assert {path.name for path in output.iterdir()} == {path.name for path in straight.iterdir()}
+
+
+def test_other_settings_cannot_resume(straight: Path, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_script(script.main, argv(small, straight, "--resume", "--max_steps", "7")) == 2
+    assert "--max_steps is 7 but the run in" in capsys.readouterr().err
+
+
+def test_yaml_settings_and_switches(straight: Path) -> None:
+    settings = parse(script.Arguments, "", [str(straight / "run.yaml"), "--lr", "0.5", "--target_modules", "q_proj"])
+    assert settings.max_steps == 6 and settings.lr == 0.5 and settings.target_modules == ["q_proj"]
+    assert settings.epochs == 4.0 and settings.train_projector == script.Arguments().train_projector
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for name in script.Arguments.__dataclass_fields__:
+        assert f"--{name}" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_packing_epochs_and_bf16(small: Path, tmp_path: Path) -> None:
+    """One pass over 40 packed text rows: every row is used once, steps follow from the lengths."""
+    rows = [{"prompt": f"{i} {'?' * (i % 7)}", "completion": str(i)} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--dataset", str(tmp_path / "rows.jsonl"), "--eval_dataset", str(tmp_path / "rows.jsonl"), "--packing"]
+    more += ["--max_length", "64", "--batch_size", "4", "--epochs", "1", "--dtype", "bf16"]
+    more += ["--gradient_checkpointing"]
+    assert run_script(script.main, argv(small, tmp_path / "run", *more)) == 0
+    steps = [r for r in metrics(tmp_path / "run") if "loss" in r]
+    assert steps[-1]["done"] == pytest.approx(1.0) and 4 <= len(steps) <= 12
+    state = torch.load(tmp_path / "run" / f"checkpoint-{len(steps):06d}" / "state.pt", weights_only=True)
+    assert state["processes"][0]["data"]["rows_seen"] == 40
+
+
+def test_a_packed_batch_without_boundaries_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_boundaries(samples):
+        batch = whole(samples)
+        del batch["cu_seqlens"]
+        return batch
+
+    whole = script.data.pack
+    monkeypatch.setattr(script.data, "pack", without_boundaries)
+    code = run_script(script.main, argv(small, tmp_path / "run", "--packing", "--max_steps", "1"))
+    assert code == 2 and "`cu_seqlens`" in capsys.readouterr().err
+
+
+def start(arguments: list[str], launcher: list[str], cwd: Path) -> subprocess.Popen:
+    root = Path(script.__file__).resolve().parent.parent
+    command = [*launcher, str(root / "scripts" / "lora.py"), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_saves_and_resume_goes_on(small: Path, tmp_path: Path) -> None:
+    """Interrupted anywhere and resumed, a run ends exactly where the uninterrupted one does."""
+    steps = ["--max_steps", "16", "--save_every", "100"]
+    process = start(argv(small, tmp_path / "cut", *steps), [sys.executable], tmp_path)
+    records, deadline = tmp_path / "cut" / "metrics.jsonl", time.monotonic() + 120
+    while not records.exists() or '"loss"' not in records.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    line = next(line for line in err.splitlines() if line.startswith("error: "))
+    assert "stopped after step" in line and line.endswith("--resume")
+    assert list((tmp_path / "cut").glob("checkpoint-*/state.pt")) and "Traceback" not in err
+    assert run_script(script.main, argv(small, tmp_path / "cut", *steps, "--resume")) == 0
+    assert run_script(script.main, argv(small, tmp_path / "whole", *steps)) == 0
+    same_state(tmp_path / "cut" / "checkpoint-000016", tmp_path / "whole" / "checkpoint-000016")
+
+
+# `accelerate launch` starts several processes on CPU only with MPI; torchrun is what it uses elsewhere. The two
+# dashes keep torchrun from taking --r for one of its own switches.
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+LAUNCH += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--"]
+
+
+@pytest.mark.dist
+def test_two_processes(small: Path, tmp_path: Path) -> None:
+    """They train one adapter, say everything once, and complain once."""
+    process = start(argv(small, tmp_path / "run", "--max_steps", "3", "--save_every", "2"), LAUNCH, tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    for line in ("routed experts", "trainable parameters", "before training", "after training", "left out"):
+        assert out.count(line) == 1, out
+    assert [r["step"] for r in metrics(tmp_path / "run") if "loss" in r] == [1, 2, 3]
+    assert [r["eval_samples"] for r in metrics(tmp_path / "run") if "eval_loss" in r] == [6, 6]
+    state = torch.load(tmp_path / "run" / "checkpoint-000003" / "state.pt", weights_only=True)
+    assert [process["data"]["rows_seen"] for process in state["processes"]] == [9, 9]
+
+    process = start(argv(small, tmp_path / "run", "--max_steps", "3"), LAUNCH, tmp_path)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert err.count("error: --output_dir") == 1 and err.count("is in use") == 1, err
+
+
+@pytest.mark.dist
+def test_images_on_one_process_only(small: Path, tmp_path: Path) -> None:
+    """The projector is trained, and in most steps at most one of two processes has an image: nobody waits."""
+    Image.new("RGB", (28, 28), (200, 9, 9)).save(tmp_path / "a.png")
+    rows = [{"prompt": f"{i}?", "completion": str(i), "images": ["a.png"] * (i % 4 == 0)} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--dataset", str(tmp_path / "rows.jsonl"), "--batch_size", "1", "--epochs", "1", "--train_projector"]
+    process = start(argv(small, tmp_path / "run", *more), LAUNCH, tmp_path)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    assert len([r for r in metrics(tmp_path / "run") if "loss" in r]) == 8
+    trained = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    factors = [value for name, value in trained.items() if "mm_projector" in name and "lora_B" in name]
+    assert len(factors) == 2 and all((value != 0).any() for value in factors)
+
+
+def test_dense_text_model(tmp_path: Path) -> None:
+    """Without experts and without vision the same script runs."""
+    model = save_small_model(tmp_path / "dense", seed=0, vision=False, experts=0)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "completion": "2"}\n' * 4)
+    more = ["--dataset", str(tmp_path / "rows.jsonl"), "--max_steps", "2"]
+    assert run_script(script.main, argv(model, tmp_path / "run", *more)) == 0
+    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert config["target_parameters"] is None and "q_proj" in config["target_modules"]
+    assert (tmp_path / "run" / "training.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_default_job_learns_the_digits(seed: int, tiny: Path, tmp_path: Path) -> None:
+    assert run_script(script.main, ["--output_dir", str(tmp_path / "run"), "--seed", str(seed)]) == 0
+    accuracies = [r["eval_accuracy"] for r in metrics(tmp_path / "run") if "eval_accuracy" in r]
+    assert accuracies[0] <= 0.25 and accuracies[-1] >= 0.93
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", ["digits:blank", "digits:shuffled"])
+def test_controls_stay_at_chance(control: str, tiny: Path, tmp_path: Path) -> None:
+    assert run_script(script.main, ["--output_dir", str(tmp_path / "run"), "--dataset", control]) == 0
+    assert metrics(tmp_path / "run")[-1]["eval_accuracy"] <= 0.15
