@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, SuppressTokensLogitsProcessor
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
@@ -170,12 +170,13 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         # transformers only warns about missing tensors and fills them with random numbers; here they are errors.
         quantized = load_config.hf_quantizer is not None
-        if checkpoint_files:
+        # The same method loads adapters, which are a few tensors of their own.
+        if checkpoint_files and not model._hf_peft_config_loaded:
             check_checkpoint(model, checkpoint_files, packed=quantized)
         info = PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )
-        if model.config.get_text_config().packed_experts:
+        if quantized and model.config.get_text_config().packed_experts:
             assert_packed(model)
         return info
 
@@ -216,6 +217,8 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         self.output_attn_res_proj = nn.Linear(D, 1, bias=False)
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.gradient_checkpointing = False
+        if config.packed_experts:
+            self._weight_conversions = packed_converters()
         self.post_init()
 
     @can_return_tuple
@@ -432,6 +435,11 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
             rest = [features[count:] for count, features in zip(counts, waiting, strict=True)]
             cache.images = rest if any(len(features) for features in rest) else None
         return embeds_BTD.masked_scatter(media_BT.unsqueeze(-1), rows.to(embeds_BTD.dtype))
+
+    def generate(self, *args, logits_processor=None, **kwargs):
+        """`GenerationMixin.generate`, which here never writes a media placeholder: text cannot bring its image along."""
+        never = SuppressTokensLogitsProcessor([self.config.media_placeholder_token_id], device=self.device)
+        return super().generate(*args, logits_processor=LogitsProcessorList([*(logits_processor or []), never]), **kwargs)
 
     def _images_by_row(self, input_ids, grid_thws) -> list[int]:
         """Number of images of each row, from its placeholders; ValueError when they do not add up."""

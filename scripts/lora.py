@@ -278,6 +278,9 @@ def main(argv: Sequence[str]) -> None:
         print(f"adapter, metrics, picture and model card are in {output}")
         if args.push_to_hub:
             print(f"uploaded to {checkpoint.push(output, args.push_to_hub)}")
+    # DDP must not outlive the process group: its destructor would wait, holding the interpreter, for a thread of
+    # the group that waits for the interpreter.
+    wrapped, optimizer = accelerator.free_memory(wrapped, optimizer)
     accelerator.end_training()
 
 

@@ -51,6 +51,7 @@ manual = torch.cat([p.grad.flatten().double() for p in trained]).norm()
 torch.save({"loss": loss, "norm": float(norm), "manual": float(manual), "tokens": tokens, "load": load,
             "gradients": {name: p.grad for name, p in model.named_parameters() if p.requires_grad}},
            f"{out}.{accelerator.process_index}")
+wrapped, = accelerator.free_memory(wrapped)
 accelerator.end_training()
 """
 

@@ -60,7 +60,7 @@ def test_long_generation_equals_the_full_forward():
     mask[0, :5] = 0
     out = model.generate(
         input_ids=x, attention_mask=mask, max_new_tokens=300, do_sample=False, eos_token_id=None,
-        output_logits=True, return_dict_in_generate=True, suppress_tokens=[265],
+        output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     full_mask = torch.cat([mask, torch.ones(2, 300, dtype=torch.long)], dim=1)
     whole = model(input_ids=out.sequences, attention_mask=full_mask, use_cache=False).logits[:, 11:-1]

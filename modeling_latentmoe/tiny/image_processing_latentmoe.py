@@ -1,0 +1,1 @@
+../image_processing_latentmoe.py

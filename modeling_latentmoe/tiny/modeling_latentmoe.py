@@ -1,0 +1,1 @@
+../modeling_latentmoe.py
