@@ -88,15 +88,11 @@ class LatentMoECache(Cache):
             layer.tensors.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "a KDA state cannot be rolled back: assisted generation is not supported by latentmoe models"
-        )
+        raise ValueError("a KDA state cannot be rolled back: assisted generation is not supported by latentmoe models")
 
 
 def check_cache(cache: object) -> LatentMoECache | None:
     """`cache`, or ValueError if it is of another kind (told by an attribute: this file may be imported twice)."""
     if cache is not None and not hasattr(cache, "ids_BS"):
-        raise ValueError(
-            f"cache: {type(cache).__name__} is not supported, leave it out (a LatentMoECache is made)"
-        )
+        raise ValueError(f"cache: {type(cache).__name__} is not supported, leave it out (a LatentMoECache is made)")
     return cache

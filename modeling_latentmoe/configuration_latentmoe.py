@@ -84,13 +84,9 @@ def own_quantization(quantization: dict[str, Any] | Any | None) -> dict[str, Any
         return quantization
     method, layout = quantization.get("quant_method"), quantization.get("format", PACKED_FORMAT)
     if method not in ("compressed-tensors", QUANT_METHOD):
-        raise ValueError(
-            f"quantization_config.quant_method: {method!r} is not supported, expected {QUANT_METHOD!r}"
-        )
+        raise ValueError(f"quantization_config.quant_method: {method!r} is not supported, expected {QUANT_METHOD!r}")
     if layout != PACKED_FORMAT:
-        raise ValueError(
-            f"quantization_config.format: {layout!r} is not supported, expected {PACKED_FORMAT!r}"
-        )
+        raise ValueError(f"quantization_config.format: {layout!r} is not supported, expected {PACKED_FORMAT!r}")
     for name, group in quantization.get("config_groups", {}).items():
         size = group.get("weights", {}).get("group_size", MXFP4_GROUP)
         if size != MXFP4_GROUP:
@@ -199,9 +195,7 @@ class LatentMoETextConfig(PreTrainedConfig):
         if linear is not None:
             kda, full = linear.get("kda_layers"), linear.get("full_attn_layers")
             if kda is None or full is None:
-                raise ValueError(
-                    "linear_attn_config: kda_layers and full_attn_layers (1-based) are both required"
-                )
+                raise ValueError("linear_attn_config: kda_layers and full_attn_layers (1-based) are both required")
             if sorted([*kda, *full]) != list(range(1, n + 1)):
                 raise ValueError(
                     f"linear_attn_config: kda_layers and full_attn_layers must partition the layers 1..{n} "
@@ -211,9 +205,7 @@ class LatentMoETextConfig(PreTrainedConfig):
                 kinds[layer - 1] = LINEAR
         if self.index_topk is None:
             if self.indexer_types and set(self.indexer_types) != {"none"}:
-                raise ValueError(
-                    "indexer_types is set but index_topk is null: set index_topk, or remove indexer_types"
-                )
+                raise ValueError("indexer_types is set but index_topk is null: set index_topk, or remove indexer_types")
             return kinds
         if self.indexer_types is None:
             self.indexer_types = ["none" if kind == LINEAR else "full" for kind in kinds]
@@ -249,15 +241,11 @@ class LatentMoETextConfig(PreTrainedConfig):
         if self.hidden_act not in ("situ", "silu"):
             raise ValueError(f"hidden_act: unknown activation {self.hidden_act!r}, expected 'situ' or 'silu'")
         if not self.mla_use_nope:
-            raise ValueError(
-                "mla_use_nope: false is not supported (attention layers carry no rotary embedding)"
-            )
+            raise ValueError("mla_use_nope: false is not supported (attention layers carry no rotary embedding)")
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError("num_key_value_heads: MLA needs it equal to num_attention_heads")
         if self.num_nextn_predict_layers:
-            raise ValueError(
-                "num_nextn_predict_layers: multi-token prediction layers are not supported, set it to 0"
-            )
+            raise ValueError("num_nextn_predict_layers: multi-token prediction layers are not supported, set it to 0")
         if self.index_topk is not None and min(self.index_topk, self.index_n_heads, self.index_head_dim) < 1:
             raise ValueError("index_topk, index_n_heads and index_head_dim must be positive")
         if LINEAR in self.layer_types:
@@ -269,13 +257,9 @@ class LatentMoETextConfig(PreTrainedConfig):
         linear = self.linear_attn_config
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
             if not isinstance(linear.get(name), int) or linear[name] < 1:
-                raise ValueError(
-                    f"linear_attn_config.{name}: {linear.get(name)!r}, must be a positive integer"
-                )
+                raise ValueError(f"linear_attn_config.{name}: {linear.get(name)!r}, must be a positive integer")
         if not linear.get("use_full_rank_gate", False):
-            raise ValueError(
-                "linear_attn_config.use_full_rank_gate: only true is supported (one full-rank g_proj)"
-            )
+            raise ValueError("linear_attn_config.use_full_rank_gate: only true is supported (one full-rank g_proj)")
         bound = linear.get("gate_lower_bound")
         if bound is not None and bound >= 0:
             raise ValueError(f"linear_attn_config.gate_lower_bound: {bound}, must be negative or null")
@@ -286,19 +270,16 @@ class LatentMoETextConfig(PreTrainedConfig):
                 f"num_experts_per_token: {self.num_experts_per_token}, must lie in 1..num_experts={self.num_experts}"
             )
         if not self.moe_intermediate_size or self.moe_intermediate_size < 1:
-            raise ValueError(
-                f"moe_intermediate_size: {self.moe_intermediate_size!r}, must be a positive integer"
-            )
+            raise ValueError(f"moe_intermediate_size: {self.moe_intermediate_size!r}, must be a positive integer")
         if self.moe_router_activation_func not in ("sigmoid", "softmax"):
             raise ValueError(
-                f"moe_router_activation_func: unknown {self.moe_router_activation_func!r}, expected 'sigmoid' or 'softmax'"
+                f"moe_router_activation_func: unknown {self.moe_router_activation_func!r}, expected 'sigmoid' or "
+                f"'softmax'"
             )
         if self.topk_method != "noaux_tc":
             raise ValueError(f"topk_method: {self.topk_method!r} is not supported, expected 'noaux_tc'")
         if self.num_experts % self.num_expert_group or not 1 <= self.topk_group <= self.num_expert_group:
-            raise ValueError(
-                "num_expert_group must divide num_experts and topk_group must lie in 1..num_expert_group"
-            )
+            raise ValueError("num_expert_group must divide num_experts and topk_group must lie in 1..num_expert_group")
         reachable = self.num_experts // self.num_expert_group * self.topk_group
         if self.num_experts_per_token > reachable:
             raise ValueError(
@@ -338,11 +319,7 @@ class LatentMoETextConfig(PreTrainedConfig):
         self._packed_by_root = packed
 
     def is_moe_layer(self, layer: int) -> bool:
-        return (
-            bool(self.num_experts)
-            and layer >= self.first_k_dense_replace
-            and layer % self.moe_layer_freq == 0
-        )
+        return bool(self.num_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     def _without_private(self, out: dict[str, Any]) -> dict[str, Any]:
         out.pop("_packed_by_root", None)
@@ -387,9 +364,7 @@ class LatentMoEVisionConfig(PreTrainedConfig):
     text_hidden_size: int = 7168
 
     def __post_init__(self, **kwargs):
-        kwargs.pop(
-            "_attn_implementation", None
-        )  # released: flash_attention_2; the tower has its own attention
+        kwargs.pop("_attn_implementation", None)  # released: flash_attention_2; the tower has its own attention
         super().__post_init__(**kwargs)
         if self.qkv_hidden_size is None:
             self.qkv_hidden_size = self.vt_hidden_size
@@ -408,9 +383,7 @@ class LatentMoEVisionConfig(PreTrainedConfig):
         }
         for name, value in fixed.items():
             if getattr(self, name) != value:
-                raise ValueError(
-                    f"vision_config.{name}: {getattr(self, name)!r} is not supported, expected {value!r}"
-                )
+                raise ValueError(f"vision_config.{name}: {getattr(self, name)!r} is not supported, expected {value!r}")
         if (
             self.qkv_hidden_size % self.vt_num_attention_heads
             or (self.qkv_hidden_size // self.vt_num_attention_heads) % 4
@@ -462,10 +435,7 @@ class LatentMoEConfig(PreTrainedConfig):
             if is_packed(quantization) and self.text_config.num_experts:
                 self.text_config.validate_packable()
         super().__post_init__(**kwargs)
-        if (
-            self.vision_config is not None
-            and self.vision_config.text_hidden_size != self.text_config.hidden_size
-        ):
+        if self.vision_config is not None and self.vision_config.text_hidden_size != self.text_config.hidden_size:
             raise ValueError(
                 f"vision_config.text_hidden_size: {self.vision_config.text_hidden_size} differs from "
                 f"text_config.hidden_size={self.text_config.hidden_size}"

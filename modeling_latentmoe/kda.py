@@ -74,17 +74,13 @@ class KimiDeltaAttention(Float32Parameters):
         self.o_norm = GatedHeadNorm(K, config.rms_norm_eps)
         self.o_proj = nn.Linear(P, D, bias=False)
 
-    def forward(
-        self, x_BTD: torch.Tensor, documents: Documents, cache: LayerCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, documents: Documents, cache: LayerCache | None = None) -> torch.Tensor:
         x_MD = documents.pack(x_BTD)
         if not len(x_MD):
             return torch.zeros_like(x_BTD)
         q, k, v = self._convolve(x_MD, documents, cache)
         z = self._heads(self.f_b_proj(self.f_a_proj(x_MD)))
-        g = kda_gate(
-            z, self.A_log[: self.num_heads], self.dt_bias.view(self.num_heads, -1), self.gate_lower_bound
-        )
+        g = kda_gate(z, self.A_log[: self.num_heads], self.dt_bias.view(self.num_heads, -1), self.gate_lower_bound)
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         beta = torch.sigmoid(self.b_proj(x_MD).to(wide))
         o = self._recur(q, k, v, g, beta, documents, cache)

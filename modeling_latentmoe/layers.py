@@ -56,8 +56,6 @@ class Float32Parameters(nn.Module):
             new = self._parameters[name]
             wide = torch.promote_types(new.dtype, torch.float32)
             if new.dtype != wide:
-                exact = (
-                    new.data.to(wide) if old.is_meta or new.is_meta else old.to(device=new.device, dtype=wide)
-                )
+                exact = new.data.to(wide) if old.is_meta or new.is_meta else old.to(device=new.device, dtype=wide)
                 self._parameters[name] = nn.Parameter(exact, requires_grad=new.requires_grad)
         return self

@@ -1,4 +1,4 @@
-"""latentmoe models: hybrid attention (KDA, gated MLA, gated DSA), latent mixture of experts, attention residuals, vision.
+"""latentmoe models: hybrid attention (KDA, gated MLA, gated DSA), latent experts, attention residuals, vision.
 
 Start reading here. The text stack has no positional encoding: order comes from KDA's convolution and decay and from
 causal masks. A layer does not add to one residual stream; it reads a learned mixture of what earlier blocks left
@@ -47,8 +47,8 @@ class LatentMoEOutput(ModelOutput):
     """What `LatentMoEModel` returns.
 
     last_hidden_state [B, T, D]; cache; hidden_states: the running stream entering each layer and leaving the last
-    norm, [B, T, D] each (on request); router_logits: fp32 [B * T, E] of each MoE layer, zero at padding (on request); expert_load: int64
-    [MoE layers, E] tokens routed to each expert, padding excluded.
+    norm, [B, T, D] each (on request); router_logits: fp32 [B * T, E] of each MoE layer, zero at padding (on
+    request); expert_load: int64 [MoE layers, E] tokens routed to each expert, padding excluded.
     """
 
     last_hidden_state: torch.Tensor | None = None
@@ -173,9 +173,7 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
         # The same method loads adapters, which are a few tensors of their own.
         if checkpoint_files and not model._hf_peft_config_loaded:
             check_checkpoint(model, checkpoint_files, packed=quantized)
-        info = PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, *args, **kwargs
-        )
+        info = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         if quantized and model.config.get_text_config().packed_experts:
             assert_packed(model)
         return info
@@ -186,9 +184,7 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
         # Layers are recomputed in backward, but never their decisions: the top-k of routers and indexers is saved.
         # Every public switch of transformers and PEFT ends here.
         if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
-            raise ValueError(
-                "use_reentrant: must be False (reentrant checkpointing cannot save routing decisions)"
-            )
+            raise ValueError("use_reentrant: must be False (reentrant checkpointing cannot save routing decisions)")
         context_fn = partial(create_selective_checkpoint_contexts, SAVED_DECISIONS)
         function = partial(gradient_checkpointing_func, use_reentrant=False, context_fn=context_fn)
         super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=function, **kwargs)
@@ -268,12 +264,8 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         if cache is not None:
             cache.remember(documents.ids_BT)
         h = self.norm(mix((*snapshots, stream), self.output_attn_res_proj, self.output_attn_res_norm))
-        want_hidden = (
-            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
-        want_logits = (
-            self.config.output_router_logits if output_router_logits is None else output_router_logits
-        )
+        want_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        want_logits = self.config.output_router_logits if output_router_logits is None else output_router_logits
         return LatentMoEOutput(
             last_hidden_state=h,
             hidden_states=(*streams, h) if want_hidden else None,
@@ -293,9 +285,7 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
             return None
         if documents.packed:
             if cache is not None or use_cache:
-                raise ValueError(
-                    "packed rows cannot be cached: pass one document per row, or use_cache=False"
-                )
+                raise ValueError("packed rows cannot be cached: pass one document per row, or use_cache=False")
             return None
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         return LatentMoECache(len(self.layers)) if cache is None and wanted else cache
@@ -379,9 +369,7 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         if self.config.vision_config is None:
             raise ValueError("pixel_values: this model has no vision tower (vision_config is null)")
         if pixel_values is None or grid_thws is None:
-            raise ValueError(
-                "pixel_values and grid_thws belong together: pass both (the processor returns them)"
-            )
+            raise ValueError("pixel_values and grid_thws belong together: pass both (the processor returns them)")
         return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
 
     @can_return_tuple
@@ -403,13 +391,9 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         if inputs_embeds is None and input_ids is not None:
             inputs_embeds = self._embed(input_ids, pixel_values, grid_thws, cache)
         elif pixel_values is not None:
-            raise ValueError(
-                "pixel_values: placeholders are found in input_ids, which inputs_embeds replaces"
-            )
+            raise ValueError("pixel_values: placeholders are found in input_ids, which inputs_embeds replaces")
         ignore_index = self.config.ignore_index
-        return self.language_model(
-            inputs_embeds=inputs_embeds, cache=cache, ignore_index=ignore_index, **kwargs
-        )
+        return self.language_model(inputs_embeds=inputs_embeds, cache=cache, ignore_index=ignore_index, **kwargs)
 
     def _embed(self, input_ids, pixel_values, grid_thws, cache) -> torch.Tensor:
         """Token embeddings with image features written over their placeholders."""
@@ -437,9 +421,10 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         return embeds_BTD.masked_scatter(media_BT.unsqueeze(-1), rows.to(embeds_BTD.dtype))
 
     def generate(self, *args, logits_processor=None, **kwargs):
-        """`GenerationMixin.generate`, which here never writes a media placeholder: text cannot bring its image along."""
+        """`GenerationMixin.generate`, which never writes a media placeholder: text cannot bring its image along."""
         never = SuppressTokensLogitsProcessor([self.config.media_placeholder_token_id], device=self.device)
-        return super().generate(*args, logits_processor=LogitsProcessorList([*(logits_processor or []), never]), **kwargs)
+        processors = LogitsProcessorList([*(logits_processor or []), never])
+        return super().generate(*args, logits_processor=processors, **kwargs)
 
     def _images_by_row(self, input_ids, grid_thws) -> list[int]:
         """Number of images of each row, from its placeholders; ValueError when they do not add up."""
@@ -463,24 +448,18 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         cache, grid_thws = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("grid_thws")
         if cache is not None and grid_thws is not None:
             self._images_by_row(input_ids, grid_thws)
-            features = self.encode_images(
-                model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws")
-            )
+            features = self.encode_images(model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws"))
             media_BT = input_ids == self.config.media_placeholder_token_id
             cache.images = list(features.split(media_BT.sum(1).tolist()))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-    def _expand_inputs_for_generation(
-        self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
-    ):
+    def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
         # Rows of pixel_values are patches, not batch rows: all images of a row are repeated together.
         pixel_values, grid_thws = model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws", None)
         if expand_size > 1 and grid_thws is not None:
             images = self._images_by_row(input_ids, grid_thws)
             patches = pixel_values.split(grid_thws.prod(1).tolist())
-            order = [
-                i for row in torch.arange(len(grid_thws)).split(images) for i in row.tolist() * expand_size
-            ]
+            order = [i for row in torch.arange(len(grid_thws)).split(images) for i in row.tolist() * expand_size]
             pixel_values, grid_thws = torch.cat([patches[i] for i in order]), grid_thws[order]
         input_ids, model_kwargs = super()._expand_inputs_for_generation(
             expand_size=expand_size,

@@ -33,9 +33,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def situ_glu(
-    gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None
-) -> torch.Tensor:
+def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
     """SiTU-GLU: beta * tanh(g / beta) * sigmoid(g) times linear_beta * tanh(u / linear_beta), rounded once.
 
     The sigmoid sees the uncapped gate. `linear_beta=None` leaves `up` as it is; `beta=None` means 1.
@@ -226,9 +224,7 @@ def attention(
     fused: torch's scaled_dot_product_attention instead of the explicit product (same mathematics, less memory).
     """
     if fused:
-        return F.scaled_dot_product_attention(
-            q_BNTK, k_BNSK, v_BNSV, attn_mask=mask_BTS.unsqueeze(1), scale=scale
-        )
+        return F.scaled_dot_product_attention(q_BNTK, k_BNSK, v_BNSV, attn_mask=mask_BTS.unsqueeze(1), scale=scale)
     score = (q_BNTK @ k_BNSK.transpose(2, 3)) * scale
     score = score.masked_fill(~mask_BTS.unsqueeze(1), -torch.inf)
     return torch.softmax(_wide(score), dim=-1).to(q_BNTK.dtype) @ v_BNSV
@@ -323,9 +319,7 @@ class GroupedMatmul(torch.autograd.Function):
 def _row_ranges(counts: list[int]) -> list[tuple[int, slice]]:
     """(expert, its rows) of every expert that has rows."""
     ends = accumulate(counts)
-    return [
-        (expert, slice(end - n, end)) for expert, (n, end) in enumerate(zip(counts, ends, strict=True)) if n
-    ]
+    return [(expert, slice(end - n, end)) for expert, (n, end) in enumerate(zip(counts, ends, strict=True)) if n]
 
 
 def _matrices_with_rows(

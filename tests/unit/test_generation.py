@@ -1,5 +1,7 @@
 """Prefill + decode equals the full forward: every layer mix, padding, chunks, images, past index_topk."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -19,8 +21,8 @@ def ids(rows: int = 2, length: int = T, seed: int = 1) -> torch.Tensor:
 def in_pieces(model, input_ids, cuts, **kwargs) -> torch.Tensor:
     cache = LatentMoECache(model.config.text_config.num_hidden_layers)
     mask = kwargs.pop("attention_mask", None)
-    logits, bounds = [], [0, *cuts, input_ids.shape[1]]
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    logits = []
+    for first, last in pairwise([0, *cuts, input_ids.shape[1]]):
         piece = None if mask is None else mask[:, :last]
         out = model(input_ids=input_ids[:, first:last], attention_mask=piece, cache=cache, **kwargs)
         kwargs.pop("pixel_values", None), kwargs.pop("grid_thws", None)
