@@ -80,6 +80,16 @@ def build_chat_segments(
     return segments
 
 
+def refuse_unsupported(**options: Any) -> None:
+    """Keywords of `apply_chat_template` in transformers that this format cannot honour.
+
+    Raises ValueError naming the first that is set; None, False and empty values pass.
+    """
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name}: {value!r} is not supported: {_UNSUPPORTED[name]}")
+
+
 def encode_segments(tokenizer: Any, segments: Iterable[Segment]) -> tuple[list[int], list[int]]:
     """Token ids and, of the same length, 1 where the assistant wrote the token and 0 elsewhere.
 
@@ -132,6 +142,14 @@ def parse_message(tokenizer: Any, ids: Sequence[int], thinking: bool = True) -> 
     return {name: tokenizer.decode(tokens) for name, tokens in channels.items()}
 
 
+_UNSUPPORTED = {
+    "chat_template": "the chat format is written by code, leave it out",
+    "documents": "the chat format has none, put them into a message",
+    "continue_final_message": "every message is closed, use add_generation_prompt instead",
+    "truncation": "it could cut through a message or an image, shorten the conversation instead",
+    "max_length": "nothing is truncated or padded to a fixed length, leave it out",
+    "tokenizer_kwargs": "segments are encoded in one fixed way, leave it out",
+}
 _EFFORT = (
     "`thinking_effort` guides on how much to think in your thinking channel (not including the response "
     "channel), supported values include `low`, `medium`, `high`, and `max`.\n"

@@ -42,6 +42,17 @@ TEXT_AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_latentmoe.LatentMoEForCausalLM",
 }
 
+# What a text_config read from a file means by leaving a field out: as in the released classes, the part is absent.
+_ABSENT_FROM_FILE = {
+    "num_experts": None,
+    "routed_expert_hidden_size": None,
+    "latent_moe_use_norm": False,
+    "mla_use_output_gate": False,
+    "linear_attn_config": None,
+}
+# Stands for a vision_config that was not given, which differs from null.
+_NOT_GIVEN: dict[str, Any] = {}
+
 _K3_FULL_ATTENTION = [*range(4, 93, 4), 93]
 
 
@@ -107,6 +118,18 @@ def is_packed(quantization: dict[str, Any] | Any | None) -> bool:
     return not values.get("dequantize", False)
 
 
+def _from_file(text: dict[str, Any]) -> dict[str, Any]:
+    """text_config of a file, with the parts that it does not name switched off."""
+    if "hidden_size" not in text:
+        return text
+    text = {LatentMoETextConfig.attribute_map.get(name, name): value for name, value in text.items()}
+    return _ABSENT_FROM_FILE | text
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 class LatentMoETextConfig(PreTrainedConfig):
     """Text decoder. Defaults are the released Kimi-K3.
 
@@ -115,6 +138,12 @@ class LatentMoETextConfig(PreTrainedConfig):
     layer whose `indexer_types` entry is "full" or "shared"). `linear_attn_config=None` means that every layer is MLA.
     `linear_attn_config.gate_lower_bound` absent or null selects the softplus decay gate; it is never assumed.
     `num_experts` None or 0 gives a dense model; `routed_expert_hidden_size` None gives experts at model width.
+
+    Fields that are not passed to the constructor are the released ones. A file (`from_pretrained`, `from_dict`) that
+    names `hidden_size` describes its own model instead, and a part that it does not name is absent, as in the released
+    classes: no `num_experts` is dense, no `routed_expert_hidden_size` is experts at model width, no
+    `latent_moe_use_norm` or `mla_use_output_gate` is false, no `linear_attn_config` is MLA in every layer.
+    Files that this class writes name every field.
     """
 
     model_type = "latentmoe_text"
@@ -184,10 +213,14 @@ class LatentMoETextConfig(PreTrainedConfig):
         derived = self._derive_layer_types()
         if self.layer_types is not None and list(self.layer_types) != derived:
             raise ValueError(
-                "text_config.layer_types contradicts linear_attn_config / indexer_types: leave it out or make them agree"
+                "text_config.layer_types contradicts linear_attn_config / indexer_types: remove it or make them agree"
             )
         self.layer_types = derived
         self._validate()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LatentMoETextConfig":
+        return super().from_dict(_from_file(config_dict), **kwargs)
 
     def _derive_layer_types(self) -> list[str]:
         n, linear = self.num_hidden_layers, self.linear_attn_config
@@ -234,12 +267,20 @@ class LatentMoETextConfig(PreTrainedConfig):
         ]
         positive += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "attn_res_block_size"]
         for name in positive:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)!r}, must be a positive integer")
         if self.qk_rope_head_dim < 0:
             raise ValueError(f"qk_rope_head_dim: {self.qk_rope_head_dim}, must not be negative")
+        if self.rms_norm_eps <= 0:
+            raise ValueError(f"rms_norm_eps: {self.rms_norm_eps}, must be positive")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id: {self.pad_token_id}, must lie in 0..vocab_size-1={self.vocab_size - 1} or be null"
+            )
         if self.hidden_act not in ("situ", "silu"):
             raise ValueError(f"hidden_act: unknown activation {self.hidden_act!r}, expected 'situ' or 'silu'")
+        if self.hidden_act == "situ":
+            self._validate_situ()
         if not self.mla_use_nope:
             raise ValueError("mla_use_nope: false is not supported (attention layers carry no rotary embedding)")
         if self.num_key_value_heads != self.num_attention_heads:
@@ -253,10 +294,18 @@ class LatentMoETextConfig(PreTrainedConfig):
         if self.num_experts:
             self._validate_moe()
 
+    def _validate_situ(self) -> None:
+        if self.activation_situ_beta is None or self.activation_situ_beta <= 0:
+            raise ValueError(f"activation_situ_beta: {self.activation_situ_beta}, must be positive for 'situ'")
+        if self.activation_situ_linear_beta is not None and self.activation_situ_linear_beta <= 0:
+            raise ValueError(
+                f"activation_situ_linear_beta: {self.activation_situ_linear_beta}, must be positive or null"
+            )
+
     def _validate_kda(self) -> None:
         linear = self.linear_attn_config
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
-            if not isinstance(linear.get(name), int) or linear[name] < 1:
+            if not _is_count(linear.get(name)):
                 raise ValueError(f"linear_attn_config.{name}: {linear.get(name)!r}, must be a positive integer")
         if not linear.get("use_full_rank_gate", False):
             raise ValueError("linear_attn_config.use_full_rank_gate: only true is supported (one full-rank g_proj)")
@@ -265,12 +314,17 @@ class LatentMoETextConfig(PreTrainedConfig):
             raise ValueError(f"linear_attn_config.gate_lower_bound: {bound}, must be negative or null")
 
     def _validate_moe(self) -> None:
-        if not self.num_experts_per_token or not 1 <= self.num_experts_per_token <= self.num_experts:
+        if not _is_count(self.num_experts_per_token) or self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token: {self.num_experts_per_token}, must lie in 1..num_experts={self.num_experts}"
             )
-        if not self.moe_intermediate_size or self.moe_intermediate_size < 1:
-            raise ValueError(f"moe_intermediate_size: {self.moe_intermediate_size!r}, must be a positive integer")
+        for name in ("num_experts", "moe_intermediate_size", "moe_layer_freq", "num_expert_group", "topk_group"):
+            if not _is_count(getattr(self, name)):
+                raise ValueError(f"{name}: {getattr(self, name)!r}, must be a positive integer")
+        if not _is_count(self.first_k_dense_replace, least=0):
+            raise ValueError(f"first_k_dense_replace: {self.first_k_dense_replace!r}, must be an integer from 0 on")
+        if self.num_shared_experts is not None and not _is_count(self.num_shared_experts, least=0):
+            raise ValueError(f"num_shared_experts: {self.num_shared_experts!r}, must be null or an integer from 0 on")
         if self.moe_router_activation_func not in ("sigmoid", "softmax"):
             raise ValueError(
                 f"moe_router_activation_func: unknown {self.moe_router_activation_func!r}, expected 'sigmoid' or "
@@ -278,7 +332,11 @@ class LatentMoETextConfig(PreTrainedConfig):
             )
         if self.topk_method != "noaux_tc":
             raise ValueError(f"topk_method: {self.topk_method!r} is not supported, expected 'noaux_tc'")
-        if self.num_experts % self.num_expert_group or not 1 <= self.topk_group <= self.num_expert_group:
+        if not self.use_grouped_topk and self.num_expert_group > 1:
+            raise ValueError(
+                f"use_grouped_topk: false contradicts num_expert_group={self.num_expert_group}, set it to 1"
+            )
+        if self.num_experts % self.num_expert_group or self.topk_group > self.num_expert_group:
             raise ValueError("num_expert_group must divide num_experts and topk_group must lie in 1..num_expert_group")
         reachable = self.num_experts // self.num_expert_group * self.topk_group
         if self.num_experts_per_token > reachable:
@@ -398,15 +456,18 @@ class LatentMoEVisionConfig(PreTrainedConfig):
 class LatentMoEConfig(PreTrainedConfig):
     """Root configuration: reads the released Kimi-K3 `config.json` unchanged; `LatentMoEConfig()` equals it.
 
-    `vision_config=None` gives a text-only model. A released `text_config.quantization_config` is moved to the root
-    under our own quantization method, where transformers looks for it. Contradictory fields raise ValueError.
+    `vision_config` None gives a text-only model, and so does leaving it out beside a `text_config`; only without a
+    `text_config` it is the released tower. A text_config that is read from a file (`from_pretrained`, `from_dict`)
+    has no part that it does not name, see `LatentMoETextConfig`. A released `text_config.quantization_config` is
+    moved to the root under our own quantization method, where transformers looks for it. Contradictory fields raise
+    ValueError.
     """
 
     model_type = "latentmoe"
     sub_configs = {"text_config": LatentMoETextConfig, "vision_config": LatentMoEVisionConfig}  # noqa: RUF012
 
-    text_config: LatentMoETextConfig | dict | None = field(default_factory=dict)
-    vision_config: LatentMoEVisionConfig | dict | None = field(default_factory=dict)
+    text_config: LatentMoETextConfig | dict | None = None
+    vision_config: LatentMoEVisionConfig | dict | None = field(default_factory=lambda: _NOT_GIVEN)
     bos_token_id: int | None = 163584
     eos_token_id: int | list[int] | None = 163586
     pad_token_id: int | None = 163839
@@ -417,6 +478,8 @@ class LatentMoEConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         quantization = kwargs.pop("quantization_config", None)
+        if self.vision_config is _NOT_GIVEN and self.text_config is not None:
+            self.vision_config = None
         if not isinstance(self.text_config, LatentMoETextConfig):
             text = copy.deepcopy(self.text_config or {})
             text.pop("model_type", None)
@@ -445,8 +508,18 @@ class LatentMoEConfig(PreTrainedConfig):
                 f"media_placeholder_token_id: {self.media_placeholder_token_id} is not below vocab_size="
                 f"{self.text_config.vocab_size}"
             )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.text_config.vocab_size:
+            raise ValueError(
+                f"pad_token_id: {self.pad_token_id} is not null or below vocab_size={self.text_config.vocab_size}"
+            )
         if self.tie_word_embeddings != self.text_config.tie_word_embeddings:
             raise ValueError("tie_word_embeddings: root and text_config disagree")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LatentMoEConfig":
+        if isinstance(config_dict.get("text_config"), dict):
+            config_dict = {**config_dict, "text_config": _from_file(config_dict["text_config"])}
+        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -475,7 +548,7 @@ class LatentMoEConfig(PreTrainedConfig):
         for n, layer in enumerate(layer - 1 for layer in _K3_FULL_ATTENTION):
             indexers[layer] = "full" if n % 2 == 0 else "shared"
         text = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128, "indexer_types": indexers}
-        return cls(text_config=text, quantization_config=_released_quantization(), dtype="bfloat16")
+        return cls(text_config=text, vision_config={}, quantization_config=_released_quantization(), dtype="bfloat16")
 
     @classmethod
     def tiny(cls, vision: bool = True, experts: int = 16, packed: bool = True) -> "LatentMoEConfig":

@@ -154,12 +154,14 @@ class Documents:
         """Read the documents of a [B, T] batch from what Hugging Face code passes to a model.
 
         attention_mask: [B, T] or [B, cached + T], 0 at padding. cu_seqlens: int [D + 1], borders inside a single row.
-        position_ids: [B, T]; without cu_seqlens a position that does not follow its predecessor starts a document.
+        position_ids: [B, T]; without cu_seqlens a position 0 starts a document, all others follow their predecessor.
         past_ids: document numbers of the cached tokens, whose last document the row continues.
 
         Raises ValueError for boundaries that do not fit the batch.
         """
         B, T = shape
+        if T == 0:
+            raise ValueError("input_ids: no tokens (a row of length 0)")
         valid = torch.ones(B, T, dtype=torch.bool, device=device)
         if attention_mask is not None:
             cached = 0 if past_ids is None else past_ids.shape[1]
@@ -172,6 +174,8 @@ class Documents:
                     f"attention_mask: shape {tuple(attention_mask.shape)}, expected [{B}, {T}] or [{B}, {cached + T}] "
                     f"with 0 at padding (documents are separated by cu_seqlens, not by a 4-D mask)"
                 )
+            if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+                raise ValueError("attention_mask: expected 1 for tokens and 0 for padding, not additive values")
             valid = attention_mask[:, -T:].to(device) != 0
         if cu_seqlens is not None:
             starts = _starts_from_boundaries(cu_seqlens, B, T, device)
@@ -209,9 +213,13 @@ def _starts_from_boundaries(cu_seqlens: torch.Tensor, B: int, T: int, device: to
 
 
 def _starts_from_positions(position_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    if position_ids.dim() > 2:
+        raise ValueError(f"position_ids: shape {tuple(position_ids.shape)}, expected [B, T]")
     position_ids = position_ids.expand_as(valid)
     starts = torch.zeros_like(valid)
+    starts[:, 1:] = valid[:, 1:] & (position_ids[:, 1:] == 0)
     follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
-    # After padding there is no predecessor to compare with: only position 0 says that a document begins.
-    starts[:, 1:] = valid[:, 1:] & torch.where(valid[:, :-1], ~follows, position_ids[:, 1:] == 0)
+    # After padding there is no predecessor to compare with.
+    if bool((valid[:, 1:] & valid[:, :-1] & ~follows & ~starts[:, 1:]).any()):
+        raise ValueError("position_ids: must count up by one within a document and restart at 0 with the next")
     return starts

@@ -76,8 +76,6 @@ class KimiDeltaAttention(Float32Parameters):
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents, cache: LayerCache | None = None) -> torch.Tensor:
         x_MD = documents.pack(x_BTD)
-        if not len(x_MD):
-            return torch.zeros_like(x_BTD)
         q, k, v = self._convolve(x_MD, documents, cache)
         z = self._heads(self.f_b_proj(self.f_a_proj(x_MD)))
         g = kda_gate(z, self.A_log[: self.num_heads], self.dt_bias.view(self.num_heads, -1), self.gate_lower_bound)

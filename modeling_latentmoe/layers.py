@@ -57,5 +57,5 @@ class Float32Parameters(nn.Module):
             wide = torch.promote_types(new.dtype, torch.float32)
             if new.dtype != wide:
                 exact = new.data.to(wide) if old.is_meta or new.is_meta else old.to(device=new.device, dtype=wide)
-                self._parameters[name] = nn.Parameter(exact, requires_grad=new.requires_grad)
+                new.data = exact
         return self

@@ -12,6 +12,7 @@ causal masks. A layer does not add to one residual stream; it reads a learned mi
 Legend: B batch, T tokens, D model width, V vocabulary, E experts, I images.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from .attn_residual import mix
 from .cache import CACHE_ARGUMENT, LatentMoECache, check_cache
 from .configuration_latentmoe import INDEXED, LINEAR, LatentMoEConfig, LatentMoETextConfig
 from .conversion import check_checkpoint, packed_converters
-from .documents import Documents
+from .documents import PADDING, Documents
 from .kda import GatedHeadNorm, KimiDeltaAttention, ShortConvolution
 from .layers import MLP, RMSNorm
 from .mla import GatedLatentAttention
@@ -169,6 +170,8 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         # transformers only warns about missing tensors and fills them with random numbers; here they are errors.
+        if state_dict is not None:
+            raise ValueError("state_dict: not supported, save it as a checkpoint folder and load that")
         quantized = load_config.hf_quantizer is not None
         # The same method loads adapters, which are a few tensors of their own.
         if checkpoint_files and not model._hf_peft_config_loaded:
@@ -239,8 +242,9 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids / inputs_embeds: pass exactly one of them")
+        check_keywords(kwargs)
         stream = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = None if self._recomputes else check_cache(cache if cache is not None else past_key_values)
+        cache = check_cache(cache if cache is not None else past_key_values)
         documents = Documents.of_batch(
             stream.shape[:2],
             stream.device,
@@ -282,6 +286,8 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
     def _cache_for(self, documents: Documents, cache, use_cache: bool | None) -> LatentMoECache | None:
         """The given cache, or a new one where the caller (or for None the config, in evaluation) wants one."""
         if self._recomputes:
+            if cache is not None or use_cache:
+                raise ValueError("cache / use_cache: gradient checkpointing cannot fill a cache while training")
             return None
         if documents.packed:
             if cache is not None or use_cache:
@@ -309,21 +315,41 @@ class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        cache: LatentMoECache | None = None,
+        past_key_values: LatentMoECache | None = None,
+        use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs,
     ) -> LatentMoECausalLMOutput:
         """Arguments of `LatentMoEModel.forward`, and labels int64 [B, T] (-100 = no loss; shifted here, never across
         documents); logits_to_keep: only the last so many positions, or these positions."""
         ignore_index = kwargs.pop("ignore_index", -100)
-        out = self.model(input_ids, **kwargs)
+        borders = {"attention_mask": attention_mask, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
+        out = self.model(
+            input_ids,
+            **borders,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             if logits.shape[1] != labels.shape[1]:
                 raise ValueError("logits_to_keep: cannot be combined with labels")
-            loss = causal_lm_loss(logits, labels, ignore_index, **kwargs)
+            loss = causal_lm_loss(logits, labels, ignore_index, **borders, **kwargs)
         return LatentMoECausalLMOutput(
             loss=loss,
             logits=logits,
@@ -342,6 +368,8 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
     _tied_weights_keys = {"language_model.lm_head.weight": "language_model.model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: LatentMoEConfig):
+        # The text part is told below whether its experts are packed: a caller's config must not change with it.
+        config = copy.deepcopy(config)
         super().__init__(config)
         config.text_config.decided_by_root(config.packed_experts)
         self.language_model = LatentMoEForCausalLM(config.text_config)
@@ -376,24 +404,44 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         grid_thws: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         cache: LatentMoECache | None = None,
         past_key_values: LatentMoECache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs,
     ) -> LatentMoECausalLMOutput:
         """Arguments of `LatentMoEForCausalLM.forward`, and images: pixel_values fp [patches, 3, P, P], grid_thws int64
-        [I, 3]. input_ids hold one media placeholder per image token; any other number is a ValueError. With a cache a
-        single row may bring its images in the first call and read their placeholders over several.
+        [I, 3]. input_ids hold one media placeholder per image token, an image's without a gap; anything else is a
+        ValueError. With a cache a single row may bring its images first and read their placeholders over several calls.
         """
         cache = check_cache(cache if cache is not None else past_key_values)
         if inputs_embeds is None and input_ids is not None:
             inputs_embeds = self._embed(input_ids, pixel_values, grid_thws, cache)
         elif pixel_values is not None:
             raise ValueError("pixel_values: placeholders are found in input_ids, which inputs_embeds replaces")
-        ignore_index = self.config.ignore_index
-        return self.language_model(inputs_embeds=inputs_embeds, cache=cache, ignore_index=ignore_index, **kwargs)
+        return self.language_model(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            cache=cache,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=output_hidden_states,
+            output_router_logits=output_router_logits,
+            ignore_index=self.config.ignore_index,
+            **kwargs,
+        )
 
     def _embed(self, input_ids, pixel_values, grid_thws, cache) -> torch.Tensor:
         """Token embeddings with image features written over their placeholders."""
@@ -405,7 +453,7 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
             if cache is not None and len(input_ids) == 1:
                 waiting = [features if waiting is None else torch.cat([waiting[0], features])]
             else:
-                _check_placeholders(int(media_BT.sum()), len(features))
+                self._images_by_row(input_ids, grid_thws)
                 waiting = list(features.split(media_BT.sum(1).tolist()))
         counts = media_BT.sum(1).tolist()
         if waiting is None:
@@ -427,30 +475,40 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         return super().generate(*args, logits_processor=processors, **kwargs)
 
     def _images_by_row(self, input_ids, grid_thws) -> list[int]:
-        """Number of images of each row, from its placeholders; ValueError when they do not add up."""
+        """Number of images of each row, from its placeholders; ValueError when they do not fit the images."""
         area = math.prod(self.config.vision_config.merge_kernel_size)
         tokens = (grid_thws[:, 1:].prod(1) // area).tolist()
-        counts = (input_ids == self.config.media_placeholder_token_id).sum(1).tolist()
-        _check_placeholders(sum(counts), sum(tokens))
-        images, next_image = [], 0
-        for count in counts:
-            first = next_image
-            while count > 0:
-                count -= tokens[next_image]
-                next_image += 1
-            if count < 0:
-                raise ValueError("media placeholders: an image would be split between two rows of the batch")
-            images.append(next_image - first)
-        return images
+        row_P, column_P = (input_ids == self.config.media_placeholder_token_id).nonzero(as_tuple=True)
+        _check_placeholders(len(row_P), sum(tokens))
+        rows = []
+        for image, (row, column) in enumerate(zip(row_P.split(tokens), column_P.split(tokens), strict=True)):
+            if len(row) and (row[0] != row[-1] or column[-1] - column[0] >= len(column)):
+                raise ValueError(
+                    f"images do not match the prompt: image {image} has {len(row)} tokens, but its placeholders in "
+                    f"input_ids are not one run of that length"
+                )
+            rows += row[:1].tolist()
+        return [rows.count(row) for row in range(len(input_ids))]
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         # Images are encoded once, before the prompt is cut into chunks, and wait in the cache for their placeholders.
         cache, grid_thws = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("grid_thws")
-        if cache is not None and grid_thws is not None:
+        if cache is None or grid_thws is None:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        # A prompt that repeats what the cache holds may bring the images of that part again, or only the new ones.
+        mask = model_kwargs.get("attention_mask")
+        repeated = cache.get_seq_length() if mask is None or mask.shape[1] == input_ids.shape[1] else 0
+        new_ids = input_ids[:, repeated:]
+        features = self.encode_images(model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws"))
+        media_BT = input_ids == self.config.media_placeholder_token_id
+        if len(features) == int(media_BT.sum()):
             self._images_by_row(input_ids, grid_thws)
-            features = self.encode_images(model_kwargs.pop("pixel_values", None), model_kwargs.pop("grid_thws"))
-            media_BT = input_ids == self.config.media_placeholder_token_id
-            cache.images = list(features.split(media_BT.sum(1).tolist()))
+            old = media_BT[:, :repeated].sum(1).tolist()
+            rows = features.split(media_BT.sum(1).tolist())
+            cache.images = [row[n:] for row, n in zip(rows, old, strict=True)]
+        else:
+            self._images_by_row(new_ids, grid_thws)
+            cache.images = list(features.split(media_BT[:, repeated:].sum(1).tolist()))
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _expand_inputs_for_generation(self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs):
@@ -495,13 +553,31 @@ def causal_lm_loss(
         position_ids=position_ids,
         cu_seqlens=_boundaries(cu_seqlens, position_ids, kwargs),
     )
-    same_document = documents.ids_BT[:, 1:] == documents.ids_BT[:, :-1]
-    target = labels[:, 1:].to(logits.device).masked_fill(~same_document, ignore_index)
+    ids_BT = documents.ids_BT.to(logits.device)
+    continues = (ids_BT[:, 1:] == ids_BT[:, :-1]) & (ids_BT[:, 1:] != PADDING)
+    target = labels[:, 1:].to(logits.device).masked_fill(~continues, ignore_index)
     wide = torch.promote_types(logits.dtype, torch.float32)
     predicted = logits[:, :-1].flatten(0, 1).to(wide)
     total = F.cross_entropy(predicted, target.flatten(), ignore_index=ignore_index, reduction="sum")
-    count = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / count
+    if num_items_in_batch is None:
+        num_items_in_batch = (target != ignore_index).sum().clamp(min=1)
+    return total / num_items_in_batch
+
+
+# What trainers, collators and `generate` pass to any model, and what has no meaning or no effect here.
+KNOWN_KEYWORDS = frozenset(
+    {"num_items_in_batch", "return_dict", "output_attentions", "seq_idx", "cache_position", "mm_token_type_ids"}
+    | {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+)
+
+
+def check_keywords(kwargs: dict) -> None:
+    """TypeError for an argument that no one knows: a misspelt `attention_mask` must not mean "no padding"."""
+    unknown = sorted(kwargs.keys() - KNOWN_KEYWORDS)
+    if unknown:
+        raise TypeError(f"forward got unknown arguments: {', '.join(unknown)}")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions: attention weights are not available")
 
 
 def _boundaries(cu_seqlens, position_ids, kwargs: dict) -> torch.Tensor | None:

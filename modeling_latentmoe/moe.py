@@ -148,7 +148,7 @@ class LatentMoE(nn.Module):
         if valid_BT is None:
             return y_TD.view_as(x_BTD), logits_TE, load_E
         valid_T1 = valid_BT.flatten().unsqueeze(-1)
-        y_BTD = torch.zeros_like(x_BTD).masked_scatter(valid_BT.unsqueeze(-1), y_TD)
+        y_BTD = y_TD.new_zeros(x_BTD.shape).masked_scatter(valid_BT.unsqueeze(-1), y_TD)
         all_logits = logits_TE.new_zeros(valid_T1.shape[0], logits_TE.shape[1]).masked_scatter(valid_T1, logits_TE)
         return y_BTD, all_logits, load_E
 

@@ -9,7 +9,8 @@ Legend: B batch, T tokens, S keys, D model width, M real tokens of all documents
         R routed rows sorted by expert, I and O input and output width of a matrix, r adapter rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ from .mxfp4 import decode
 # Tokens per KDA chunk. Decays are formed as exponents of differences inside a chunk, a [C, C, K] tensor per head.
 KDA_CHUNK = 16
 L2_EPS = 1e-6
-# Matrix products may round a row differently when the number of rows changes; for multiples of this they do not, so a
-# token's result does not depend on how many others its expert got (another document's, another batch's).
+# CPU matrix products round a row differently when the number of rows changes, but not (as measured, in fp32, bf16 and
+# fp64) among multiples of this: a token's result does not depend on how many other tokens its expert got.
 ROW_TILE = 16
 # Decoded expert weights held at a time; one expert of the released Kimi-K3 takes 88 MB in fp32.
 DECODED_BYTES = 128 * 2**20
@@ -31,6 +32,18 @@ DECODED_BYTES = 128 * 2**20
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def full_precision(function: Callable) -> Callable:
+    """An operation that chooses its own precision: autocast would round the products inside it."""
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+        with torch.autocast(first.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
@@ -52,6 +65,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor, config) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+@full_precision
 def attn_residual(sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: float) -> torch.Tensor:
     """softmax_j(rms_norm(V_j) . score) mixture of the raw sources V_j [B, T, D], in fp32, rounded once."""
     wide = [_wide(v) for v in sources]
@@ -62,6 +76,7 @@ def attn_residual(sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: f
     return mixed.to(sources[-1].dtype)
 
 
+@full_precision
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last axis, all in fp32, rounded once to x.dtype."""
     x32 = _wide(x)
@@ -69,6 +84,7 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     return (y * torch.sigmoid(_wide(gate))).to(x.dtype)
 
 
+@full_precision
 def short_conv(
     x_MD: torch.Tensor, weight_DW: torch.Tensor, index_MW: torch.Tensor, tail_XD: torch.Tensor
 ) -> torch.Tensor:
@@ -102,6 +118,7 @@ def _kda_inputs(q, k, v, g, beta):
     return q, k, v, g, beta
 
 
+@full_precision
 def kda_step(
     q_BHK: torch.Tensor,
     k_BHK: torch.Tensor,
@@ -122,6 +139,7 @@ def kda_step(
     return torch.einsum("bhkv,bhk->bhv", state, q).to(dtype), state
 
 
+@full_precision
 def kda_chunk(
     q_MHK: torch.Tensor,
     k_MHK: torch.Tensor,
@@ -171,12 +189,14 @@ def kda_chunk(
         update = U_s - W_s @ now
         outputs.append(q_s @ now + attend_s @ update)
         state = torch.cat([decay_s * now + k_s.transpose(2, 3) @ update, done])
-    o_NCHV = torch.cat(outputs).transpose(1, 2)
+    # The empty part keeps a batch of padding alone in the graph.
+    o_NCHV = torch.cat([U[:0], *outputs]).transpose(1, 2)
     inside = chunks.index_NC < len(q_MHK)
     o_MHV = v_MHV.new_zeros(v_MHV.shape, dtype=q.dtype).index_copy(0, chunks.index_NC[inside], o_NCHV[inside])
     return o_MHV.to(dtype), torch.empty_like(state).index_copy(0, chunks.rank_D, state)
 
 
+@full_precision
 def index_scores(q_BTNK: torch.Tensor, k_BSK: torch.Tensor, weight_BTN: torch.Tensor) -> torch.Tensor:
     """Lightning-indexer scores [B, T, S] in fp32: sum over index heads of weight * relu(K ** -0.5 q . k)."""
     dots_BTNS = torch.einsum("btnk,bsk->btns", _wide(q_BTNK), _wide(k_BSK)) * q_BTNK.shape[-1] ** -0.5
@@ -353,6 +373,7 @@ def grouped_linear(x_RI: torch.Tensor, matrices: ExpertMatrices, counts: list[in
     return y_RO.to(x_RI.dtype)
 
 
+@full_precision
 def expert_mlp(
     x_TL: torch.Tensor,
     ids_TS: torch.Tensor,

@@ -27,6 +27,7 @@ from .chat_latentmoe import (
     encode_segments,
     image_text,
     parse_message,
+    refuse_unsupported,
 )
 from .image_processing_latentmoe import ImageSource, LatentMoEImageProcessor, load_image
 
@@ -72,15 +73,18 @@ class LatentMoEProcessor(ProcessorMixin):
         *,
         padding: bool | str = True,
         padding_side: str = "left",
-        return_tensors: str = "pt",
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = "pt",
     ) -> BatchFeature:
         """Written-out prompts: markers are special tokens, and each `image_placeholder` takes an image.
 
         `images` are the images of the one text, or one list of images for each text. Use
         `apply_chat_template` for messages: it keeps markers that a user typed as text, and tokenises as the
-        released model was trained. Raises ValueError when placeholders and images do not match or a file
-        cannot be read.
+        released model was trained. None for `return_tensors` is "pt". Raises ValueError when placeholders and
+        images do not match, a file cannot be read, or `truncation` or `max_length` is set.
         """
+        refuse_unsupported(truncation=truncation, max_length=max_length)
         if videos is not None:
             raise ValueError("videos: this model takes images only")
         if text is None:
@@ -107,7 +111,12 @@ class LatentMoEProcessor(ProcessorMixin):
         return_assistant_tokens_mask: bool = False,
         padding: bool | str = True,
         padding_side: str = "left",
-        return_tensors: str = "pt",
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = "pt",
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
         thinking_effort: str | None = "max",
         **chat: Any,
@@ -120,12 +129,20 @@ class LatentMoEProcessor(ProcessorMixin):
         int64 [B, T]: 1 where the assistant wrote the token, never on image rows. `thinking_effort` is "max"
         as released; None writes no effort message. `chat` goes to `build_chat_segments`: thinking,
         add_generation_prompt, tool_choice, response_format. `processor_kwargs` may hold images, padding,
-        padding_side and return_tensors. The text is for reading: it tokenises differently from the segments.
-        Errors as `__call__`.
+        padding_side, truncation, max_length and return_tensors. truncation, max_length, continue_final_message,
+        chat_template and documents are there for callers that pass them switched off; set, they raise ValueError.
+        The text is for reading: it tokenises differently from the segments. Errors as `__call__`.
         """
         options = {"padding": padding, "padding_side": padding_side, "return_tensors": return_tensors}
         options |= processor_kwargs or {}
         images = options.pop("images", images)
+        refuse_unsupported(
+            truncation=options.pop("truncation", truncation),
+            max_length=options.pop("max_length", max_length),
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            documents=documents,
+        )
         chat["thinking_effort"] = thinking_effort
         batched = bool(conversation) and not isinstance(conversation[0], Mapping)
         conversations = list(conversation) if batched else [conversation]
@@ -190,10 +207,12 @@ class LatentMoEProcessor(ProcessorMixin):
         assistant_masks: bool,
         padding: bool | str,
         padding_side: str,
-        return_tensors: str,
+        return_tensors: str | None,
     ) -> BatchFeature:
-        if return_tensors != "pt":
+        if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors: {return_tensors!r} is not supported, expected 'pt'")
+        if padding not in (False, True, "longest"):
+            raise ValueError(f"padding: {padding!r} is not supported, expected True, False or 'longest'")
         lengths = [len(ids) for ids, _, _ in samples]
         if padding not in (True, "longest") and len(set(lengths)) > 1:
             raise ValueError(

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -27,6 +28,7 @@ from .chat_latentmoe import (
     SEP,
     build_chat_segments,
     encode_segments,
+    refuse_unsupported,
 )
 
 try:
@@ -157,15 +159,37 @@ class LatentMoETokenizer(PreTrainedTokenizer):
         tokenize: bool = True,
         return_dict: bool = True,
         return_assistant_tokens_mask: bool = False,
+        return_tensors: str | None = None,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
         thinking_effort: str | None = "max",
         **chat: Any,
-    ) -> str | list[int] | BatchEncoding:
+    ) -> str | list[int] | torch.Tensor | BatchEncoding:
         """One text conversation as XTML: the text, its ids, or input_ids, attention_mask (and
-        assistant_masks) lists.
+        assistant_masks), as lists or, with `return_tensors="pt"`, int64 tensors [1, T].
 
-        `chat` goes to `build_chat_segments`. Images and batches are the processor's business. The released
-        default effort is "max"; None writes no effort message.
+        One conversation needs no `padding`. truncation, max_length, continue_final_message, chat_template, documents
+        and tokenizer_kwargs are there for callers that pass them switched off; set, they raise ValueError. `chat` goes
+        to `build_chat_segments`. Images and batches are the processor's business. The released default effort is
+        "max"; None writes no effort message.
         """
+        refuse_unsupported(
+            truncation=truncation,
+            max_length=max_length,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            documents=documents,
+            tokenizer_kwargs=tokenizer_kwargs,
+        )
+        if padding not in (False, True, "longest"):
+            raise ValueError(f"padding: {padding!r} is not supported, expected True, False or 'longest'")
+        if return_tensors not in (None, "pt"):
+            raise ValueError(f"return_tensors: {return_tensors!r} is not supported, expected 'pt' or None")
         segments = build_chat_segments(
             conversation,
             tools,
@@ -176,10 +200,11 @@ class LatentMoETokenizer(PreTrainedTokenizer):
         if not tokenize:
             return "".join(segment.text for segment in segments)
         ids, mask = encode_segments(self, segments)
-        if not return_dict:
-            return ids
-        masks = {"assistant_masks": mask} if return_assistant_tokens_mask else {}
-        return BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids), **masks})
+        rows = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        if return_assistant_tokens_mask:
+            rows["assistant_masks"] = mask
+        encoding = BatchEncoding(rows, tensor_type=return_tensors, prepend_batch_axis=return_tensors is not None)
+        return encoding if return_dict else encoding["input_ids"]
 
 
 def _special(content: str) -> AddedToken:

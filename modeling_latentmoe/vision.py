@@ -46,7 +46,6 @@ class PositionEmbedding(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(config.init_pos_emb_height, config.init_pos_emb_width, config.vt_hidden_size)
         )
-        nn.init.normal_(self.weight, std=0.02)
 
     def spatial(self, h: int, w: int) -> Tensor:
         """[h*w, D] in the dtype of the weight."""
@@ -79,20 +78,20 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: LatentMoEVisionConfig) -> None:
         super().__init__()
         size = config.patch_size
-        self.proj = nn.Conv2d(3, config.vt_hidden_size, size, stride=size, bias=config.patch_embed_proj_bias)
+        self.proj = nn.Conv2d(3, config.vt_hidden_size, size, stride=size, bias=False)
         self.pos_emb = PositionEmbedding(config)
 
     def forward(self, pixel_values: Tensor, grids: list[tuple[int, int, int]]) -> Tensor:
         # A convolution over one window is a matrix product, at which convolution kernels are far slower.
-        x_PD = F.linear(pixel_values.flatten(1), self.proj.weight.flatten(1), self.proj.bias)
+        x_PD = F.linear(pixel_values.flatten(1), self.proj.weight.flatten(1))
         return x_PD + self.pos_emb(grids)
 
 
 class VisionMLP(nn.Module):
     def __init__(self, config: LatentMoEVisionConfig) -> None:
         super().__init__()
-        self.fc0 = nn.Linear(config.vt_hidden_size, config.vt_intermediate_size, bias=config.linear_bias)
-        self.fc1 = nn.Linear(config.vt_intermediate_size, config.vt_hidden_size, bias=config.linear_bias)
+        self.fc0 = nn.Linear(config.vt_hidden_size, config.vt_intermediate_size, bias=False)
+        self.fc1 = nn.Linear(config.vt_intermediate_size, config.vt_hidden_size, bias=False)
         self.activation = ACT2FN[config.activation_func]
 
     def forward(self, x_PD: Tensor) -> Tensor:
@@ -108,8 +107,8 @@ class LatentMoEVisionBlock(nn.Module):
         self.num_heads = config.vt_num_attention_heads
         self.norm0 = nn.RMSNorm(width, eps=TOWER_NORM_EPS)
         self.norm1 = nn.RMSNorm(width, eps=TOWER_NORM_EPS)
-        self.wqkv = nn.Linear(width, 3 * inner, bias=config.attn_bias)
-        self.wo = nn.Linear(inner, width, bias=config.attn_bias)
+        self.wqkv = nn.Linear(width, 3 * inner, bias=False)
+        self.wo = nn.Linear(inner, width, bias=False)
         self.mlp = VisionMLP(config)
 
     def attention(self, x_PD: Tensor, angles_PH: Tensor, lengths: list[int]) -> Tensor:

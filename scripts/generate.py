@@ -18,7 +18,7 @@ from transformers.generation import BaseStreamer
 from modeling_latentmoe.chat_latentmoe import parse_message
 from modeling_latentmoe.image_processing_latentmoe import load_image
 from modeling_latentmoe.training import monitor
-from modeling_latentmoe.training.arguments import parse
+from modeling_latentmoe.training.arguments import option
 from modeling_latentmoe.training.loading import SHIPPED_MODEL, load_model, load_processor
 from modeling_latentmoe.training.lora import load_adapter
 
@@ -53,10 +53,6 @@ class AnswerStreamer(BaseStreamer):
             self.shown = text
 
 
-def option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class Arguments:
     question: str = field(metadata={"help": "what to ask"})
@@ -71,12 +67,14 @@ class Arguments:
     temperature: float = option(0.0, "0 always takes the most likely token")
     seed: int = option(0, "seed of sampling")
     dtype: Literal["fp32", "bf16"] = option("fp32", "precision of the weights")
+    traceback: bool = option(False, "show where in the code an error was raised")
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max_new_tokens {self.max_new_tokens} must be at least 1")
 
 
-def main(argv: Sequence[str]) -> None:
-    args = parse(Arguments, __doc__, argv)
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
+def answer(args: Arguments, argv: Sequence[str]) -> None:
     torch.manual_seed(args.seed)
     content = [{"type": "image", "image": load_image(image)} for image in args.image]
     content.append({"type": "text", "text": args.question})
@@ -105,5 +103,9 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
+def main(argv: Sequence[str]) -> int:
+    return monitor.run_script(answer, Arguments, __doc__, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(monitor.run_script(main, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -12,13 +12,14 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import datasets
 import torch
@@ -28,15 +29,11 @@ from accelerate.utils import set_seed
 
 from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, lora, monitor
-from modeling_latentmoe.training.arguments import parse
+from modeling_latentmoe.training.arguments import option
 from modeling_latentmoe.training.evaluate import evaluate
-from modeling_latentmoe.training.loading import SHIPPED_MODEL, load_model, load_processor
+from modeling_latentmoe.training.loading import SHIPPED_MODEL, checkpoint_activations, load_model, load_processor
 from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.rows import Rows, open_dataset
-
-
-def option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,18 @@ class Arguments:
         for name in (*counts, "keep", "max_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
-        if self.epochs <= 0:
-            raise ValueError(f"--epochs {self.epochs} must be more than 0")
+        for name in ("epochs", "lr", "lr_kda", "lr_attention", "lr_experts", "lr_projector", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{name} {value} must be a number above 0")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"--max_grad_norm {self.max_grad_norm} must be above 0 (inf: no clipping)")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"--warmup {self.warmup} must be a share of the run, at least 0 and below 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"--weight_decay {self.weight_decay} must be at least 0")
+        if self.eval_every < 0:
+            raise ValueError(f"--eval_every {self.eval_every} must be at least 0")
         if self.streaming and self.max_steps is None:
             raise ValueError("--streaming needs --max_steps: the length of a stream is not known")
 
@@ -105,11 +112,21 @@ def schedule(progress: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
-def main(argv: Sequence[str]) -> None:
-    args = parse(Arguments, __doc__, argv)
+def launch_command(argv: Sequence[str], processes: int) -> str:
+    """What to type for this run."""
+    several = ["--num_processes", str(processes)] if processes > 1 else []
+    return shlex.join(["accelerate", "launch", *several, "scripts/lora.py", *argv])
+
+
+def resume_command(command: str) -> str:
+    """The command that continues the run of `command`."""
+    return re.sub(r" --(overwrite|resume)([ =](?!--)\S+)?(?= |$)", "", command) + " --resume"
+
+
+def train(args: Arguments, argv: Sequence[str]) -> None:
     settings = dataclasses.asdict(args)
-    command = shlex.join(["accelerate", "launch", "scripts/lora.py", *argv])
-    resume_command = f"{command.replace(' --overwrite', '').replace(' --resume', '')} --resume"
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    command = launch_command(argv, launched)
     if args.log_with and importlib.util.find_spec(args.log_with) is None:
         raise ValueError(f"--log_with {args.log_with}: it is not installed (pip install {args.log_with})")
     resume_from = checkpoint.check_output(args.output_dir, settings, args.overwrite, args.resume)
@@ -124,7 +141,6 @@ def main(argv: Sequence[str]) -> None:
         project_dir=args.output_dir,
         kwargs_handlers=[ddp],
     )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise ValueError(f"{launched} processes were launched but Accelerate knows {accelerator.num_processes}")
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
@@ -151,7 +167,8 @@ def main(argv: Sequence[str]) -> None:
     held_out = None
     if args.eval_dataset or eval_split:
         name = args.eval_dataset or args.dataset
-        eval_source, eval_folder = open_dataset(name, eval_split or args.split, args.dataset_config)
+        config = args.dataset_config if name == args.dataset else None
+        eval_source, eval_folder = open_dataset(name, eval_split or args.split, config, args.streaming)
         limit = math.ceil(args.eval_samples / world)
         held_out = data.Chats(Rows(name, eval_source, rank, world), eval_folder, limit, args.skip_bad_images)
 
@@ -168,7 +185,7 @@ def main(argv: Sequence[str]) -> None:
         train_projector=args.train_projector,
     )
     if args.gradient_checkpointing:
-        base.gradient_checkpointing_enable()
+        checkpoint_activations(base)
     rates = {"kda": args.lr_kda, "attention": args.lr_attention, "experts": args.lr_experts}
     rates |= {"projector": args.lr_projector, "dense": args.lr}
     groups = lora.parameter_groups(model, {name: args.lr if lr is None else lr for name, lr in rates.items()})
@@ -217,7 +234,7 @@ def main(argv: Sequence[str]) -> None:
 
             # One exchange before the first forward: what all processes read, and whether one must stop.
             mine = sum(count_loss_tokens(batch["labels"]) for batch in window)
-            read = sum(batch["input_ids"].numel() for batch in window)
+            read = sum(map(data.count_tokens, window))
             n_tokens, n_read, n_rows, stop = global_sum(
                 accelerator, mine, read, batches.rows_seen - seen, interrupt.asked
             )
@@ -235,7 +252,12 @@ def main(argv: Sequence[str]) -> None:
                     lora.restore(trained, last_good)
                     if is_main:
                         checkpoint.save_adapter(model, output, identity)
-                kept = f"the adapter of step {step - 1} is in {output}" if last_good else "there was no good step"
+                    kept = f"the adapter of step {step - 1} is in {output}"
+                elif resume_from is not None:
+                    # the checkpoint's own weights gave this loss
+                    kept = f"{resume_from} is bad, {checkpoint.last_good_adapter(output, resume_from)}"
+                else:
+                    kept = "there was no good step"
                 raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; {kept}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
             last_good = lora.snapshot(trained)
@@ -255,7 +277,9 @@ def main(argv: Sequence[str]) -> None:
             if stop or step % args.save_every == 0:
                 save()
             if stop:
-                raise InterruptedError(f"stopped after step {step}, everything is saved; to go on: {resume_command}")
+                raise InterruptedError(
+                    f"stopped after step {step}, everything is saved; to go on: {resume_command(command)}"
+                )
 
     measure("after training")
     save()
@@ -270,7 +294,7 @@ def main(argv: Sequence[str]) -> None:
             base=args.model,
             adapter=args.push_to_hub or args.output_dir,
             dataset=args.dataset,
-            question=held_out.question() if held_out else "What is this?",
+            question=(held_out and held_out.question()) or "What is this?",
             thinking=args.thinking,
             command=command,
         )
@@ -284,5 +308,9 @@ def main(argv: Sequence[str]) -> None:
     accelerator.end_training()
 
 
+def main(argv: Sequence[str]) -> int:
+    return monitor.run_script(train, Arguments, __doc__, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(monitor.run_script(main, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -12,6 +12,11 @@ from transformers import HfArgumentParser
 T = TypeVar("T")
 
 
+def option(default: Any, help: str) -> Any:
+    """A field of a settings class: its default, and its line in --help."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 class Parser(HfArgumentParser):
     """Raises ValueError for a wrong command line, in one line without the usage text."""
 

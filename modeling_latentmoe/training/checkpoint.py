@@ -4,12 +4,17 @@ output_dir/
   adapter_config.json  adapter_model.safetensors  base_model.json  README.md   the adapter, ready to share
   run.yaml  metrics.jsonl  training.png                                        how it was made
   checkpoint-000100/   the adapter and state.pt: optimizer, random state, position in the data
+
+A checkpoint of step N holds the weights after N updates, and nobody has seen their loss: step N + 1 is the
+first to compute it. Where that is not finite the checkpoint is bad, and the last good adapter is an earlier one.
 """
 
 import json
 import os
+import pickle
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from huggingface_hub import HfApi
 from peft import PeftModel, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from modeling_latentmoe.training.lora import BASE_FILE
@@ -37,6 +43,7 @@ FREE_ON_RESUME = {
     "save_every",
     "output_dir",
     "keep",
+    "traceback",
 }
 
 
@@ -97,6 +104,19 @@ def latest_checkpoint(folder: Path) -> Path:
     return found[-1]
 
 
+def last_good_adapter(folder: Path, bad: Path) -> str:
+    """Says where the last good adapter is when the first step after checkpoint `bad` is not finite.
+
+    The adapter of an unfinished run is the one that was kept when a step was not finite.
+    """
+    if (folder / "adapter_model.safetensors").exists():
+        return f"the last good adapter is in {folder}"
+    earlier = [path for path in checkpoints(folder) if path < bad]
+    if earlier:
+        return f"the last good adapter is in {earlier[-1]}; delete {bad} for --resume to continue from there"
+    return "there is no good adapter before it"
+
+
 def check_same_run(folder: Path, settings: dict[str, Any]) -> None:
     """ValueError where an argument differs from the ones that the run in `folder` was started with."""
     started = yaml.safe_load((folder / "run.yaml").read_text())
@@ -147,19 +167,33 @@ def save_checkpoint(
 def load_checkpoint(
     accelerator: Accelerator, checkpoint: Path, model: PeftModel, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Put adapter, optimizer and random state back; returns the `state` that this process had saved."""
-    saved = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    """Put adapter, optimizer and random state back; returns the `state` that this process had saved.
+
+    Raises ValueError that names the file for one that is not whole.
+    """
+    saved = read_whole(checkpoint / "state.pt", lambda file: torch.load(file, map_location="cpu", weights_only=True))
+    factors = read_whole(checkpoint / "adapter_model.safetensors", load_file)
     if len(saved["processes"]) != accelerator.num_processes:
         raise ValueError(
             f"--resume: {checkpoint} was written by {len(saved['processes'])} processes, this run has "
             f"{accelerator.num_processes}"
         )
-    result = set_peft_model_state_dict(model, load_file(checkpoint / "adapter_model.safetensors"))
+    result = set_peft_model_state_dict(model, factors)
     assert not result.unexpected_keys, result.unexpected_keys
     optimizer.load_state_dict(saved["optimizer"])
     state = saved["processes"][accelerator.process_index]
     torch.set_rng_state(state.pop("random"))
     return state
+
+
+def read_whole(file: Path, read: Callable[[Path], Any]) -> Any:
+    """`read(file)`; ValueError where the file is damaged or ends too early."""
+    try:
+        return read(file)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"--resume: {file} is damaged or cut short; delete {file.parent} to continue from an earlier checkpoint"
+        ) from error
 
 
 class Interrupt:

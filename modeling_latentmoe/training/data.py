@@ -2,7 +2,8 @@
 
 A row holds `messages` (a chat), or `prompt` and `completion` (texts or chats), and optionally `images` (or
 `image`). An image stands where a message's content has a part {"type": "image"}; a chat without such parts
-gets its images in front of the first user message.
+gets its images in front of the first user message. A part may also carry its image itself, as "image",
+"image_url", "url" or "path", and takes none of `images` then.
 
 Shapes: B batch, T tokens, P image patches.
 """
@@ -22,6 +23,8 @@ from modeling_latentmoe.training.loss import IGNORE, count_loss_tokens
 from modeling_latentmoe.training.rows import Rows, one_line
 
 PACKING_WINDOW = 8  # packed rows that are filled together
+# fields of a content part that hold its image
+OWN_IMAGE = ("image", "image_url", "url", "path")
 
 
 class UnreadableImageError(ValueError):
@@ -47,8 +50,8 @@ class Chat:
 
     @property
     def question(self) -> str:
-        """Text of the last user message."""
-        return text_of(next(message for message in reversed(self.messages) if message["role"] == "user"))
+        """Text of the last user message, empty if there is none."""
+        return next((text_of(message) for message in reversed(self.messages) if message["role"] == "user"), "")
 
     @property
     def answer(self) -> str:
@@ -95,7 +98,8 @@ def read_chat(name: str, row: dict[str, Any], folder: Path | None = None) -> Cha
         raise ValueError(f"{name}: neither `messages` nor `prompt` and `completion` are filled, only {', '.join(row)}")
     images = row.get("images", row.get("image"))
     images = [] if images is None else images if isinstance(images, list) else [images]
-    return Chat(name, place_images(name, messages, [read_image(name, image, folder) for image in images]), context)
+    images = [read_image(name, image, folder) for image in images]
+    return Chat(name, place_images(name, messages, images, folder), context)
 
 
 def as_messages(name: str, column: str, value: Any, role: str) -> list[dict[str, Any]]:
@@ -103,17 +107,31 @@ def as_messages(name: str, column: str, value: Any, role: str) -> list[dict[str,
     add."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    mistake = ValueError(f"{name}: `{column}` must be a list of messages with `role` and `content`")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{name}: `{column}` must be a list of messages with `role` and `content`")
+        raise mistake
+    if not value:
+        raise ValueError(f"{name}: `{column}` is an empty list")
     messages = [{key: field for key, field in message.items() if field is not None} for message in value]
     for message in messages:
         # only a message of tool calls alone has no content
         content = message.setdefault("content", "") if "tool_calls" in message else message.get("content")
+        if "role" not in message:
+            raise mistake
         if isinstance(content, list) and all(isinstance(part, dict) for part in content):
             message["content"] = [{key: v for key, v in part.items() if v is not None} for part in content]
-        elif not isinstance(content, str) or "role" not in message:
-            raise ValueError(f"{name}: `{column}` must be a list of messages with `role` and `content`")
+        elif not isinstance(content, str):
+            raise mistake
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(map(is_call, calls)):
+            raise ValueError(f"{name}: `tool_calls` must be a list of calls with `name` and `arguments`")
     return messages
+
+
+def is_call(call: Any) -> bool:
+    """Whether it is a mapping with the name of a function, or holds one as its `function`."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def read_image(name: str, image: Any, folder: Path | None) -> Any:
@@ -128,10 +146,20 @@ def read_image(name: str, image: Any, folder: Path | None) -> Any:
         raise UnreadableImageError(f"{name}: {one_line(error)}") from error
 
 
-def place_images(name: str, messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
-    """Put the images into the content parts that wait for one, in order."""
-    parts = [p for m in messages if not isinstance(m["content"], str) for p in m["content"] if p.get("type") == "image"]
-    if images and not parts:
+def place_images(
+    name: str, messages: list[dict[str, Any]], images: list[Any], folder: Path | None
+) -> list[dict[str, Any]]:
+    """Decode the images that content parts carry, and put `images` into the other image parts, in order."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    places = [part for parts in contents for part in parts if part.get("type") in ("image", "image_url")]
+    parts = []
+    for part in places:
+        own = next((part[field] for field in OWN_IMAGE if field in part), None)
+        if own is None:
+            parts.append(part)
+        else:
+            part["image"] = read_image(name, own["url"] if isinstance(own, dict) and "url" in own else own, folder)
+    if images and not places:
         first = next((m for m in messages if m["role"] == "user"), None)
         if first is None:
             raise ValueError(f"{name}: `images` holds {len(images)} but `messages` has no user message to show them in")
@@ -160,8 +188,8 @@ class Chats:
                     raise
 
     def question(self) -> str:
-        """What a user asks in the first of them."""
-        return next(iter(self)).question
+        """What a user asks in the first of them where one does; empty if none does."""
+        return next((chat.question for chat in self if chat.question), "")
 
 
 def encode_chat(processor: Any, chat: Chat, thinking: bool = False) -> Sample:
@@ -243,6 +271,12 @@ def pack(samples: list[Sample]) -> dict[str, Tensor]:
         "cu_seqlens": lengths.cumsum(0).int(),
         **image_inputs(samples),
     }
+
+
+def count_tokens(batch: dict[str, Tensor]) -> int:
+    """Number of tokens of a batch; padding is none."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -61,6 +61,12 @@ def load_model(model: str, dtype: str) -> PreTrainedModel:
         raise OSError(f"{broken_shard(model)}: the file is damaged or cut short ({error})") from error
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass; transformers 5.23 gave the method a new name."""
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+
+
 def broken_shard(model: str) -> str:
     """The first weight file of a local folder that safetensors cannot open; the model's name if none is."""
     for file in sorted(Path(model).glob("*.safetensors")):

@@ -16,10 +16,11 @@ import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 DENSE_TARGETS = (
@@ -216,7 +217,8 @@ def base_identity(model: nn.Module, name: str) -> dict[str, str]:
 def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> PeftModel:
     """Put the adapter of folder or Hub id `adapter` on `model`, strictly.
 
-    Raises ValueError where it belongs to another base model or where one tensor of the file is not used.
+    Raises ValueError where a file is damaged, where it belongs to another base model or where one tensor of the
+    file is not used.
     """
     folder = Path(adapter)
     if not folder.is_dir():
@@ -226,8 +228,9 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"adapter {adapter}: {file} is missing")
+    stored = check_files(folder)
     if (folder / BASE_FILE).is_file():
-        made_for = json.loads((folder / BASE_FILE).read_text())
+        made_for = read_json(folder / BASE_FILE, "digest", "base_model")
         if made_for["digest"] != base_identity(model, "")["digest"]:
             raise ValueError(f"adapter {adapter} was made for another base model ({made_for['base_model']})")
     try:
@@ -239,13 +242,37 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
             peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
     except RuntimeError as error:
         raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        stored = set(file.keys())
     used = set(get_peft_model_state_dict(peft_model))
     if stored != used:
         odd = sorted(stored ^ used)
         raise ValueError(f"adapter {adapter}: {len(odd)} tensors do not fit the model, for example {odd[0]}")
     return peft_model
+
+
+def check_files(folder: Path) -> set[str]:
+    """The names of an adapter's tensors; ValueError where its weights or its config cannot be read."""
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    read_json(config, "peft_type")
+    try:
+        PeftConfig.from_pretrained(str(folder))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{config} is not an adapter's config: {error}") from error
+    try:
+        with safe_open(weights, "pt") as file:
+            return set(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is damaged or cut short ({error})") from error
+
+
+def read_json(file: Path, *fields: str) -> dict[str, Any]:
+    """A JSON object that has these fields; ValueError that names the file."""
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(values, dict) or not values.keys() >= set(fields):
+        raise ValueError(f"{file} must be a JSON object with {', '.join(fields)}")
+    return values
 
 
 def snapshot(parameters: list[nn.Parameter]) -> list[Tensor]:

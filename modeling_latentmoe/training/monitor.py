@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.checkpoint import TEMPORARY, write_text
 
+T = TypeVar("T")
 BAR = "{percentage:3.0f}%|{bar:24}| {desc} [{elapsed}<{remaining}]"
 
 
@@ -177,12 +179,21 @@ def model_card(
     )
 
 
-def run_script(main: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
-    """The exit code of a script: 0, or 2 after one line about a mistake in its input or an interruption."""
+def run_script(
+    run: Callable[[T, Sequence[str]], None], settings: type[T], description: str, argv: Sequence[str]
+) -> int:
+    """Call `run` with the settings that `argv` gives and with `argv`; the exit code of the script.
+
+    It is 0, or 2 after one line about a mistake in the input or an interruption. Settings with `traceback`
+    let the error through instead.
+    """
+    traceback = False
     try:
-        main(argv)
+        args = parse(settings, description, argv)
+        traceback = args.traceback
+        run(args, argv)
     except (ValueError, OSError, ImportError, FloatingPointError, KeyboardInterrupt) as error:
-        if "--traceback" in argv:
+        if traceback:
             raise
         report_error(error)
         return 2

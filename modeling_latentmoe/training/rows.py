@@ -23,7 +23,6 @@ from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetsError
 
 FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
-SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json")
 SHUFFLE_BUFFER = 1000  # rows of a streamed dataset that are shuffled together
 DIGIT_QUESTION = "Which digit is this?"
 DIGIT_PIXELS = 56
@@ -75,15 +74,20 @@ def open_dataset(
 def table_files(folder: Path) -> tuple[str, dict[str, list[str]]] | None:
     """Format and files of each split of a folder that has tables, beside which images may lie; None without.
 
-    The metadata file of an image folder is no table.
+    The metadata file of an image folder is no table. Raises ValueError where tables have different formats.
     """
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    table = next((file for file in found if file.suffix in FILE_FORMATS and file.stem != "metadata"), None)
-    if table is None:
+    tables = [file for file in found if file.suffix in FILE_FORMATS and file.stem != "metadata"]
+    if not tables:
         return None
+    # the first file of each format
+    formats = {FILE_FORMATS[file.suffix]: file.name for file in reversed(tables)}
+    if len(formats) > 1:
+        raise ValueError(f"the folder mixes formats, {' and '.join(sorted(formats.values()))}: name one file")
+    suffixes = sorted({file.suffix for file in tables})
     patterns = get_data_patterns(str(folder))
-    splits = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=[table.suffix])
-    return FILE_FORMATS[table.suffix], {str(split): list(map(str, files)) for split, files in splits.items()}
+    splits = DataFilesDict.from_patterns(patterns, base_path=str(folder), allowed_extensions=suffixes)
+    return next(iter(formats)), {str(split): list(map(str, files)) for split, files in splits.items()}
 
 
 def handwritten_digits(split: str, variant: str = "") -> Dataset:

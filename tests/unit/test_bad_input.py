@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import IterableDataset
 from PIL import Image
 
 from modeling_latentmoe.training import checkpoint, lora
+from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.loading import load_model
-from modeling_latentmoe.training.monitor import run_script
 from scripts import generate
 from scripts import lora as lora_script
 
@@ -31,7 +32,7 @@ def failing(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         output = tmp_path / "run"
         before = sorted(output.rglob("*")) if output.exists() else None
         common = ["--model", str(model), "--output_dir", str(output), "--batch_size", "2", "--eval_samples", "2"]
-        code = run_script(lora_script.main, [*common, "--max_new_tokens", "2", *argv])
+        code = lora_script.main([*common, "--max_new_tokens", "2", *argv])
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert code == 2 and len(lines) == 1, lines
         if untouched:
@@ -62,10 +63,22 @@ def jsonl(folder: Path, *rows: dict) -> str:
         (["--r", "sixteen"], "--r: invalid int value: 'sixteen'"),
         (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
         (["--streaming"], "--streaming needs --max_steps"),
-        (["--log_with", "wandb", "--max_steps", "1"], "--log_with wandb: it is not installed"),
         (["--r", "0"], "--r 0"),
         (["--batch_size", "0"], "--batch_size 0 must be at least 1"),
         (["--epochs", "0"], "--epochs"),
+        (["--max_grad_norm", "-1"], "--max_grad_norm -1.0 must be above 0"),
+        (["--max_grad_norm", "nan"], "--max_grad_norm nan must be above 0"),
+        (["--lr", "nan"], "--lr nan must be a number above 0"),
+        (["--lr", "0"], "--lr 0.0 must be a number above 0"),
+        (["--lr", "-1"], "--lr -1.0 must be a number above 0"),
+        (["--lr_kda", "inf"], "--lr_kda inf must be a number above 0"),
+        (["--lr_attention", "0"], "--lr_attention 0.0 must be a number above 0"),
+        (["--lr_experts", "-1"], "--lr_experts -1.0 must be a number above 0"),
+        (["--lr_projector", "nan"], "--lr_projector nan must be a number above 0"),
+        (["--eval_every", "-1"], "--eval_every -1 must be at least 0"),
+        (["--warmup", "1"], "--warmup 1.0 must be a share"),
+        (["--warmup", "-0.1"], "--warmup -0.1 must be a share"),
+        (["--weight_decay", "-1"], "--weight_decay -1.0 must be at least 0"),
         (["--resume"], "--resume: there is no checkpoint"),
         (["--target_modules", "q_proj", "qq"], "--target_modules qq: the model has no such module; it has "),
         (["--target_modules", "gate"], "is the router"),
@@ -75,20 +88,33 @@ def test_switches(argv: list[str], words: str, failing: Failing) -> None:
     assert words in failing(*argv)
 
 
+def test_a_tracker_that_is_not_installed(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_script.importlib.util, "find_spec", lambda name: None)
+    assert "--log_with wandb: it is not installed" in failing("--log_with", "wandb", "--max_steps", "1")
+
+
+def test_traceback_is_shown_however_it_is_asked_for(failing: Failing, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("traceback: true\ndataset: digits:grey\n")
+    with pytest.raises(ValueError, match="digits:grey"):
+        lora_script.main([str(file)])
+    assert "digits:grey" in failing("--dataset", "digits:grey", "--traceback", "false")
+
+
 def test_yaml_files(failing: Failing, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
 
     def message(text: str, *argv: str) -> str:
         file.write_text(text)
         with pytest.raises(ValueError) as error:
-            lora_script.parse(lora_script.Arguments, "", [str(file), *argv])
+            parse(lora_script.Arguments, "", [str(file), *argv])
         return str(error.value)
 
     assert "run.yaml: unknown setting learning_rate" in message("lr: 1\nlearning_rate: 2\n")
     assert "run.yaml is not valid YAML" in message("lr: [1\n")
     assert "must hold lines `name: value`" in message("- lr\n")
     assert "--r: invalid int value: 'many'" in message("r: many\n")
-    assert run_script(lora_script.main, [str(tmp_path / "absent.yaml")]) == 2
+    assert lora_script.main([str(tmp_path / "absent.yaml")]) == 2
 
 
 def test_output_folder_in_use(failing: Failing, tmp_path: Path) -> None:
@@ -144,7 +170,7 @@ def test_unreadable_image(failing: Failing, tmp_path: Path, small: Path, capsys)
     message = failing("--dataset", data, "--epochs", "1", untouched=False)
     assert "rows.jsonl, row 2" in message and "no.png" in message
     argv = ["--model", str(small), "--dataset", data, "--epochs", "1", "--skip_bad_images"]
-    assert run_script(lora_script.main, [*argv, "--output_dir", str(tmp_path / "skipped")]) == 0
+    assert lora_script.main([*argv, "--output_dir", str(tmp_path / "skipped")]) == 0
     assert "1 unreadable image" in capsys.readouterr().out
 
 
@@ -153,7 +179,7 @@ def test_samples_over_the_limit(failing: Failing, tmp_path: Path, small: Path, c
     data = jsonl(tmp_path / "d", *rows)
     assert "3 samples exceed --max_length 9" in failing("--dataset", data, "--max_length", "9", untouched=False)
     argv = ["--model", str(small), "--dataset", data, "--epochs", "1", "--max_length", "200"]
-    assert run_script(lora_script.main, [*argv, "--output_dir", str(tmp_path / "dropped")]) == 0
+    assert lora_script.main([*argv, "--output_dir", str(tmp_path / "dropped")]) == 0
     assert "left out: 1 sample" in capsys.readouterr().out
 
 
@@ -168,6 +194,30 @@ def test_empty_held_out_dataset(failing: Failing, tmp_path: Path) -> None:
 def test_no_such_dataset(failing: Failing, tmp_path: Path) -> None:
     assert "elsewhere.parquet" in failing("--dataset", str(tmp_path / "elsewhere.parquet"))
     assert "digits:grey" in failing("--dataset", "digits:grey")
+
+
+def test_held_out_rows_are_streamed_and_keep_their_own_configuration(
+    failing: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, data = [], jsonl(tmp_path / "d", {"messages": CHAT})
+    other = jsonl(tmp_path / "other", {"messages": CHAT})
+
+    def recording(source, split, config=None, streaming=False):
+        calls.append((source, split, config, streaming))
+        dataset, folder = open_dataset(source, split, None, streaming)
+        assert streaming == isinstance(dataset, IterableDataset)
+        return dataset, folder
+
+    open_dataset = lora_script.open_dataset
+    monkeypatch.setattr(lora_script, "open_dataset", recording)
+    common = ["--dataset", data, "--dataset_config", "en", "--eval_split", "train", "--target_modules", "no"]
+    for more in (["--streaming", "--max_steps", "1"], ["--eval_dataset", other]):
+        failing(*common, *more)
+    assert calls == [
+        *[(data, "train", "en", True)] * 2,
+        (data, "train", "en", False),
+        (other, "train", None, False),
+    ]
 
 
 # --- while it runs
@@ -197,6 +247,35 @@ def test_loss_that_is_not_finite_keeps_the_last_good_adapter(
     assert not all(torch.equal(a, b) for a, b in zip(factors, kept[1], strict=True))
 
 
+@pytest.mark.parametrize("file", ["state.pt", "adapter_model.safetensors"])
+def test_resume_from_a_damaged_checkpoint_or_a_bad_one(
+    file: str, failing: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    argv = ["--max_steps", "4", "--save_every", "1"]
+    stop = {"after": 2}
+
+    def breaking(accelerator, model, window, n_tokens):
+        stop["after"] -= 1
+        loss, load = backpropagate(accelerator, model, window, n_tokens)
+        return (loss if stop["after"] >= 0 else float("nan")), load
+
+    backpropagate = lora_script.backpropagate
+    monkeypatch.setattr(lora_script, "backpropagate", breaking)
+    assert "the adapter of step 1 is in" in failing(*argv, untouched=False)
+    # the first step after the checkpoint is not finite: the adapter kept by the first failure is the good one
+    newest, adapter = output / "checkpoint-000002", output / "adapter_model.safetensors"
+    kept = adapter.read_bytes()
+    message = failing(*argv, "--resume", untouched=False)
+    assert f"{newest} is bad, the last good adapter is in {output}. " in message and adapter.read_bytes() == kept
+    adapter.unlink()
+    message = failing(*argv, "--resume", untouched=False)
+    assert f"the last good adapter is in {output / 'checkpoint-000001'}; delete {newest}" in message
+    damaged = newest / file
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    assert f"--resume: {damaged} is damaged or cut short; delete {newest}" in failing(*argv, "--resume")
+
+
 # --- generate.py
 
 
@@ -207,6 +286,12 @@ def test_generate(small: Path, other: Path, tmp_path: Path, capsys: pytest.Captu
     adapter = lora.add_adapter(base, r=2, lora_alpha=2, expert_rank=1)
     checkpoint.save_adapter(adapter, tmp_path / "adapter", identity)
     (tmp_path / "text.png").write_text("not an image")
+    for name in ("cut", "json", "type"):
+        shutil.copytree(tmp_path / "adapter", tmp_path / name)
+    weights = tmp_path / "cut" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "json" / "adapter_config.json").write_text('{"peft_type": ')
+    (tmp_path / "type" / "adapter_config.json").write_text('{"peft_type": "LORAX"}')
     model = ["--model", str(small), "--question", "?"]
     for argv, words in (
         (["--model", str(small)], "--question"),
@@ -218,11 +303,14 @@ def test_generate(small: Path, other: Path, tmp_path: Path, capsys: pytest.Captu
             "was made for another base model (org/small)",
         ),
         ([*model, "--max_new_tokens", "0"], "--max_new_tokens 0"),
+        ([*model, "--adapter", str(tmp_path / "cut")], f"{tmp_path / 'cut' / 'adapter_model.safetensors'} is damaged"),
+        ([*model, "--adapter", str(tmp_path / "json")], f"{tmp_path / 'json' / 'adapter_config.json'} is not valid"),
+        ([*model, "--adapter", str(tmp_path / "type")], f"{tmp_path / 'type' / 'adapter_config.json'} is not an"),
     ):
-        assert run_script(generate.main, argv) == 2
+        assert generate.main(argv) == 2
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and words in lines[0], lines
     Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
     good = [*model, "--image", str(tmp_path / "a.png"), "--adapter", str(tmp_path / "adapter")]
-    assert run_script(generate.main, [*good, "--max_new_tokens", "3"]) == 0
+    assert generate.main([*good, "--max_new_tokens", "3"]) == 0
     assert capsys.readouterr().out.endswith("\n")

@@ -71,3 +71,11 @@ def test_checkpointing_model_still_generates_in_training_mode():
     expected = model.generate(input_ids=x, **common)
     model.gradient_checkpointing_enable()
     assert torch.equal(model.train().generate(input_ids=x, **common), expected)
+
+
+def test_a_cache_under_recomputation_is_refused():
+    model = random_model(mixed_config("k")).train()
+    model.gradient_checkpointing_enable()
+    x = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="gradient checkpointing cannot fill a cache"):
+        model(input_ids=x, use_cache=True)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from modeling_latentmoe import LatentMoEConfig, LatentMoETextConfig
+from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneration, LatentMoETextConfig
 
 from .models import mixed_config, random_model
 
@@ -47,7 +47,21 @@ FAULTS = [
     ({"num_key_value_heads": 2}, "num_key_value_heads"),
     ({"hidden_size": 0}, "hidden_size: 0"),
     ({"hidden_size": 128}, "vision_config.text_hidden_size: 64 differs from text_config.hidden_size=128"),
-    ({"vocab_size": 200}, "media_placeholder_token_id: 265 is not below vocab_size=200"),
+    ({"vocab_size": 200, "pad_token_id": 7}, "media_placeholder_token_id: 265 is not below vocab_size=200"),
+    ({"vocab_size": 266, "pad_token_id": 7}, "pad_token_id: 267 is not null or below vocab_size=266"),
+    ({"pad_token_id": 512}, r"pad_token_id: 512, must lie in 0\.\.vocab_size-1=511"),
+    ({"pad_token_id": -1}, "pad_token_id: -1"),
+    ({"moe_layer_freq": 0}, "moe_layer_freq: 0"),
+    ({"num_expert_group": 0}, "num_expert_group: 0"),
+    ({"topk_group": 0}, "topk_group: 0"),
+    ({"num_shared_experts": -1}, "num_shared_experts: -1"),
+    ({"first_k_dense_replace": -1}, "first_k_dense_replace: -1"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
+    ({"activation_situ_beta": 0.0}, "activation_situ_beta: 0.0"),
+    ({"activation_situ_beta": None}, "activation_situ_beta: None"),
+    ({"activation_situ_linear_beta": 0.0}, "activation_situ_linear_beta: 0.0"),
+    ({"num_experts_per_token": True}, "num_experts_per_token: True"),
+    ({"use_grouped_topk": False, "num_expert_group": 2, "topk_group": 2}, "use_grouped_topk: false contradicts"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings"),
 ]
 
@@ -111,6 +125,8 @@ def test_written_config_reads_back_the_same(tmp_path):
         LatentMoEConfig.kda_dsa(),
         LatentMoEConfig.tiny(),
         mixed_config("kdm", vision=True),
+        LatentMoEConfig.tiny(vision=False),
+        LatentMoEConfig(vision_config=None),
     ):
         config.save_pretrained(tmp_path)
         written = json.loads((tmp_path / "config.json").read_text())
@@ -158,9 +174,58 @@ def test_partial_models_train_save_and_reload(name, tmp_path):
     assert torch.equal(again(input_ids=x).logits, out.logits)
 
 
+@pytest.mark.parametrize("model_type", ["latentmoe", "kimi_k3"])
+def test_file_without_vision_config_is_text_only(model_type, tmp_path):
+    """Only a config that names no part at all is the released model with its tower."""
+    written = {**LatentMoEConfig.tiny().to_dict(), "model_type": model_type}
+    del written["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps(written, default=str))
+    read = LatentMoEConfig.from_pretrained(tmp_path)
+    assert read.vision_config is None
+    assert LatentMoEConfig(text_config=written["text_config"], pad_token_id=267).vision_config is None
+    read.save_pretrained(tmp_path)
+    assert LatentMoEConfig.from_pretrained(tmp_path).to_dict() == read.to_dict()
+    assert LatentMoEConfig(vision_config=None).vision_config is None
+    for config in (LatentMoEConfig(), LatentMoEConfig.kimi_k3(), LatentMoEConfig.kda_dsa()):
+        assert config.vision_config.vt_num_hidden_layers == 27
+
+
+def test_parts_that_a_file_does_not_name_are_absent(tmp_path):
+    """As in the released classes; the same fields left out of a constructor are the released K3's."""
+    config = LatentMoEConfig.tiny(vision=False)
+    written = config.to_dict()
+    names = ("routed_expert_hidden_size", "latent_moe_use_norm", "mla_use_output_gate", "num_experts")
+    for name in names:
+        del written["text_config"][name]
+    (tmp_path / "config.json").write_text(json.dumps(written, default=str))
+    for read in (LatentMoEConfig.from_pretrained(tmp_path), LatentMoEConfig.from_dict(written)):
+        assert [getattr(read.text_config, name) for name in names] == [None, False, False, None]
+        assert not any(map(read.text_config.is_moe_layer, range(8)))
+        read.save_pretrained(tmp_path / "again")
+        assert LatentMoEConfig.from_pretrained(tmp_path / "again").to_dict() == read.to_dict()
+    text = LatentMoETextConfig.from_dict(written["text_config"] | {"num_local_experts": 16})
+    assert (text.num_experts, text.expert_hidden_size, text.latent_moe_use_norm) == (16, 64, False)
+    text = LatentMoETextConfig(**written["text_config"])
+    assert [getattr(text, name) for name in names] == [3584, True, True, 896]
+
+
+def test_file_without_linear_attention_has_mla_alone():
+    written = mixed_config("mm").text_config.to_dict()
+    del written["linear_attn_config"]
+    assert LatentMoETextConfig.from_dict(written).layer_types == ["full_attention"] * 2
+
+
 def test_text_config_alone_counts_its_layers():
     text = LatentMoETextConfig()
     assert len(text.layer_types) == 93
     assert text.layer_types[91] == text.layer_types[92] == "full_attention"
     assert text.num_experts_per_tok == 16
     assert text.auto_map["AutoModelForCausalLM"] == "modeling_latentmoe.LatentMoEForCausalLM"
+
+
+def test_position_table_starts_at_the_initializer_range():
+    config = LatentMoEConfig.tiny(packed=False)
+    config.text_config.initializer_range = 0.3
+    torch.manual_seed(0)
+    table = LatentMoEForConditionalGeneration(config).vision_tower.patch_embed.pos_emb.weight
+    assert table.std().item() == pytest.approx(0.3, rel=0.1) and table.mean().abs() < 0.03

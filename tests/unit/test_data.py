@@ -118,6 +118,16 @@ def test_unknown_sources_are_named(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+def test_tables_of_one_folder_have_one_format(tmp_path: Path) -> None:
+    line = json.dumps({"messages": CHAT}) + "\n"
+    (tmp_path / "train.jsonl").write_text(line)
+    (tmp_path / "train-2.json").write_text(line)
+    assert len(open_dataset(str(tmp_path), "train")[0]) == 2
+    (tmp_path / "a.csv").write_text("prompt,completion\n1,2\n")
+    with pytest.raises(ValueError, match=r"mixes formats, a\.csv and train-2\.json"):
+        open_dataset(str(tmp_path), "train")
+
+
 def test_digits_split_is_disjoint_and_controls_differ_in_one_thing() -> None:
     train, test = handwritten_digits("train"), handwritten_digits("test")
     assert (len(train), len(test)) == (1442, 355)
@@ -191,9 +201,49 @@ def test_images_go_where_their_parts_are() -> None:
     assert chat.messages[2]["content"] == [{"type": "image", "image": second}]
 
 
+def test_parts_may_carry_their_own_images(tmp_path: Path) -> None:
+    sizes = {"a.png": 28, "b.png": 56, "c.png": 84}
+    for name, size in sizes.items():
+        picture(size).save(tmp_path / name)
+    parts = [
+        {"type": "image", "path": "a.png"},
+        {"type": "image", "image": "b.png"},
+        {"type": "image_url", "image_url": {"url": "c.png"}},
+    ]
+    chat = data.read_chat("row 0", {"messages": [{"role": "user", "content": parts}, CHAT[1]]}, tmp_path)
+    assert [part["image"].size[0] for part in chat.messages[0]["content"]] == [28, 56, 84]
+    mixed = {"messages": [{"role": "user", "content": [{"type": "image"}, parts[0]]}, CHAT[1]]}
+    chat = data.read_chat("row 0", {**mixed, "images": [picture(14)]}, tmp_path)
+    assert [part["image"].size[0] for part in chat.messages[0]["content"]] == [14, 28]
+    with pytest.raises(ValueError, match="`messages` has 1 image placeholders but `images` holds 2"):
+        data.read_chat("row 0", {**mixed, "images": [picture(14)] * 2}, tmp_path)
+    with pytest.raises(data.UnreadableImageError, match=r"row 0: .*no\.png"):
+        part = {"type": "image", "path": "no.png"}
+        data.read_chat("row 0", {"messages": [{"role": "user", "content": [part]}, CHAT[1]]}, tmp_path)
+
+
+def test_question_of_a_chat_without_a_user() -> None:
+    messages = [{"role": "system", "content": "s"}, CHAT[1]]
+    assert data.read_chat("row 0", {"messages": messages}).question == ""
+    chats = [{"messages": messages}, {"messages": CHAT}]
+    assert data.Chats(Rows("d", Dataset.from_list(chats)), None, 2).question() == "What is it?"
+    assert data.Chats(Rows("d", Dataset.from_list(chats)), None, 1).question() == ""
+
+
+def test_tool_calls_are_read() -> None:
+    calls = [{"function": {"name": "f", "arguments": "{}"}}, {"name": "g"}]
+    chat = data.read_chat("row 0", {"messages": [CHAT[0], {"role": "assistant", "tool_calls": calls}]})
+    assert chat.messages[1] == {"role": "assistant", "tool_calls": calls, "content": ""}
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        ({"messages": []}, "row 4: `messages` is an empty list"),
+        ({"messages": [{"content": [{"type": "text", "text": "x"}]}]}, "row 4: `messages` must be a list of messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": "zzz"}]}, "row 4: `tool_calls` must be a list of calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "row 4: `tool_calls` must be a"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "row 4: `tool_calls` must be a list of calls"),
         ({"messages": CHAT, "images": ["no.png"]}, r"d, row 4: .*no\.png"),
         ({"messages": CHAT, "images": [{"bytes": b"junk", "path": "x.png"}]}, r"row 4: .*x\.png"),
         ({"prompt": "x"}, r"row 4: neither `messages` nor `prompt` and `completion`"),
@@ -261,6 +311,11 @@ def test_padding_on_either_side() -> None:
     assert right["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert left["input_ids"].tolist() == [[0, 0, 1, 2], [1, 2, 3, 4]]
     assert left["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+
+
+def test_padding_is_not_counted() -> None:
+    samples = [data.Sample(torch.arange(1, n), torch.arange(1, n)) for n in (3, 5)]
+    assert data.count_tokens(data.pad(samples, 0)) == data.count_tokens(data.pack(samples)) == 6
 
 
 def test_first_fit_fills_bins() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneration
-from modeling_latentmoe.cache import LatentMoECache
+from modeling_latentmoe.cache import CACHE_ARGUMENT, LatentMoECache
 
 from .models import close, mixed_config, random_model
 
@@ -207,3 +207,60 @@ def test_text_model_alone_generates_like_the_composite():
     assert torch.equal(
         model.language_model.generate(input_ids=ids(), **common), model.generate(input_ids=ids(), **common)
     )
+
+
+@torch.no_grad()
+def test_a_kept_cache_continues_the_conversation():
+    """`generate` over the whole conversation with the cache of its first part equals no cache at all."""
+    model, x = random_model(mixed_config("kdks")), ids(rows=1, length=15)
+    common = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    cache = LatentMoECache(4)
+    model(input_ids=x[:, :11], cache=cache)
+    continued = model.generate(input_ids=x, **{CACHE_ARGUMENT: cache}, **common)
+    assert torch.equal(continued, model.generate(input_ids=x, **common))
+    assert cache.get_seq_length() == 15 + 5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("images", ["all again", "only the new one"])
+def test_a_second_turn_brings_a_second_image(images):
+    config = mixed_config("kdks", vision=True)
+    model, prompt = random_model(config), image_prompt(config)
+    cache, common = LatentMoECache(4), {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    first = {"pixel_values": prompt["pixel_values"][:16], "grid_thws": prompt["grid_thws"][:1]}
+    second = {"pixel_values": prompt["pixel_values"][16:], "grid_thws": prompt["grid_thws"][1:]}
+    model(input_ids=prompt["input_ids"][:, :10], **first, cache=cache)
+    shown = prompt if images == "all again" else {"input_ids": prompt["input_ids"], **second}
+    continued = model.generate(**shown, **{CACHE_ARGUMENT: cache}, **common)
+    assert torch.equal(continued, model.generate(**prompt, **common))
+    assert cache.images is None
+
+
+@torch.no_grad()
+def test_left_padding_is_inferred_from_pad_ids():
+    """Without an attention mask `generate` finds padding by itself, as with every transformers model."""
+    model, x = random_model(mixed_config("kd")), ids(rows=2, length=12)
+    x[0, :5] = model.config.pad_token_id
+    common = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": model.config.pad_token_id}
+    mask = (x != model.config.pad_token_id).long()
+    assert torch.equal(
+        model.generate(input_ids=x, **common), model.generate(input_ids=x, attention_mask=mask, **common)
+    )
+
+
+def test_an_image_cut_by_text_or_by_a_row_is_refused():
+    config = mixed_config("k", vision=True)
+    model, media = random_model(config), config.media_placeholder_token_id
+    images = {"pixel_values": torch.randn(32, 3, 14, 14), "grid_thws": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    rows = [[1] + [media] * 3 + [2] * 4, [media] * 5 + [3] * 3]
+    for ids_BT in (torch.tensor(rows), torch.tensor([rows[0] + rows[1]])):
+        with pytest.raises(ValueError, match="are not one run of that length"):
+            model(input_ids=ids_BT, **images, use_cache=False)
+
+
+def test_misspelt_and_unsupported_arguments_are_refused():
+    model = random_model(mixed_config("k"))
+    with pytest.raises(TypeError, match="unknown arguments: attention_maks"):
+        model(input_ids=ids(), attention_maks=torch.ones(2, T))
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(input_ids=ids(), output_attentions=True)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from modeling_latentmoe.training import lora
 from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.loading import load_model
-from modeling_latentmoe.training.monitor import run_script
 from scripts import lora as script
 
 from .conftest import save_small_model
@@ -62,7 +61,7 @@ def straight(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of six steps with checkpoints at three and six."""
     output = tmp_path_factory.mktemp("straight") / "run"
     more = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--gradient_accumulation", "2"]
-    assert run_script(script.main, argv(small, output, *more)) == 0
+    assert script.main(argv(small, output, *more)) == 0
     return output
 
 
@@ -97,14 +96,14 @@ def test_resume_is_exact(straight: Path, small: Path, tmp_path: Path) -> None:
     for file in ("run.yaml", "metrics.jsonl"):
         shutil.copy(straight / file, output)
     more = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--gradient_accumulation", "2"]
-    assert run_script(script.main, argv(small, output, *more, "--resume")) == 0
+    assert script.main(argv(small, output, *more, "--resume")) == 0
     same_state(straight / "checkpoint-000006", output / "checkpoint-000006")
     assert without_times(metrics(output)) == without_times(metrics(straight))
     assert {path.name for path in output.iterdir()} == {path.name for path in straight.iterdir()}
 
 
 def test_other_settings_cannot_resume(straight: Path, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_script(script.main, argv(small, straight, "--resume", "--max_steps", "7")) == 2
+    assert script.main(argv(small, straight, "--resume", "--max_steps", "7")) == 2
     assert "--max_steps is 7 but the run in" in capsys.readouterr().err
 
 
@@ -124,6 +123,14 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_the_printed_commands() -> None:
+    argv = ["--overwrite", "true", "--lr", "1", "--resume", "--output_dir", "a b", "--overwrite=true"]
+    rest = "scripts/lora.py --lr 1 --output_dir 'a b' --resume"
+    assert script.resume_command(script.launch_command(argv, 1)) == f"accelerate launch {rest}"
+    assert script.resume_command(script.launch_command(argv, 4)) == f"accelerate launch --num_processes 4 {rest}"
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_packing_epochs_and_bf16(small: Path, tmp_path: Path) -> None:
     """One pass over 40 packed text rows: every row is used once, steps follow from the lengths."""
     rows = [{"prompt": f"{i} {'?' * (i % 7)}", "completion": str(i)} for i in range(40)]
@@ -131,7 +138,7 @@ def test_packing_epochs_and_bf16(small: Path, tmp_path: Path) -> None:
     more = ["--dataset", str(tmp_path / "rows.jsonl"), "--eval_dataset", str(tmp_path / "rows.jsonl"), "--packing"]
     more += ["--max_length", "64", "--batch_size", "4", "--epochs", "1", "--dtype", "bf16"]
     more += ["--gradient_checkpointing"]
-    assert run_script(script.main, argv(small, tmp_path / "run", *more)) == 0
+    assert script.main(argv(small, tmp_path / "run", *more)) == 0
     steps = [r for r in metrics(tmp_path / "run") if "loss" in r]
     assert steps[-1]["done"] == pytest.approx(1.0) and 4 <= len(steps) <= 12
     state = torch.load(tmp_path / "run" / f"checkpoint-{len(steps):06d}" / "state.pt", weights_only=True)
@@ -148,7 +155,7 @@ def test_a_packed_batch_without_boundaries_is_refused(
 
     whole = script.data.pack
     monkeypatch.setattr(script.data, "pack", without_boundaries)
-    code = run_script(script.main, argv(small, tmp_path / "run", "--packing", "--max_steps", "1"))
+    code = script.main(argv(small, tmp_path / "run", "--packing", "--max_steps", "1"))
     assert code == 2 and "`cu_seqlens`" in capsys.readouterr().err
 
 
@@ -173,8 +180,8 @@ def test_ctrl_c_saves_and_resume_goes_on(small: Path, tmp_path: Path) -> None:
     line = next(line for line in err.splitlines() if line.startswith("error: "))
     assert "stopped after step" in line and line.endswith("--resume")
     assert list((tmp_path / "cut").glob("checkpoint-*/state.pt")) and "Traceback" not in err
-    assert run_script(script.main, argv(small, tmp_path / "cut", *steps, "--resume")) == 0
-    assert run_script(script.main, argv(small, tmp_path / "whole", *steps)) == 0
+    assert script.main(argv(small, tmp_path / "cut", *steps, "--resume")) == 0
+    assert script.main(argv(small, tmp_path / "whole", *steps)) == 0
     same_state(tmp_path / "cut" / "checkpoint-000016", tmp_path / "whole" / "checkpoint-000016")
 
 
@@ -219,12 +226,21 @@ def test_images_on_one_process_only(small: Path, tmp_path: Path) -> None:
     assert len(factors) == 2 and all((value != 0).any() for value in factors)
 
 
+def test_held_out_chats_without_a_question(small: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": str(i)}]} for i in "12"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["--dataset", str(tmp_path / "rows.jsonl"), "--eval_split", "train", "--max_steps", "1", "--streaming"]
+    assert script.main(argv(small, tmp_path / "run", *more)) == 0
+    assert [r["eval_samples"] for r in metrics(tmp_path / "run") if "eval_loss" in r] == [2, 2]
+    assert '--question "What is this?"' in (tmp_path / "run" / "README.md").read_text()
+
+
 def test_dense_text_model(tmp_path: Path) -> None:
     """Without experts and without vision the same script runs."""
     model = save_small_model(tmp_path / "dense", seed=0, vision=False, experts=0)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "completion": "2"}\n' * 4)
     more = ["--dataset", str(tmp_path / "rows.jsonl"), "--max_steps", "2"]
-    assert run_script(script.main, argv(model, tmp_path / "run", *more)) == 0
+    assert script.main(argv(model, tmp_path / "run", *more)) == 0
     config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert config["target_parameters"] is None and "q_proj" in config["target_modules"]
     assert (tmp_path / "run" / "training.png").exists()
@@ -233,7 +249,7 @@ def test_dense_text_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_default_job_learns_the_digits(seed: int, tiny: Path, tmp_path: Path) -> None:
-    assert run_script(script.main, ["--output_dir", str(tmp_path / "run"), "--seed", str(seed)]) == 0
+    assert script.main(["--output_dir", str(tmp_path / "run"), "--seed", str(seed)]) == 0
     accuracies = [r["eval_accuracy"] for r in metrics(tmp_path / "run") if "eval_accuracy" in r]
     assert accuracies[0] <= 0.25 and accuracies[-1] >= 0.93
 
@@ -241,5 +257,5 @@ def test_default_job_learns_the_digits(seed: int, tiny: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("control", ["digits:blank", "digits:shuffled"])
 def test_controls_stay_at_chance(control: str, tiny: Path, tmp_path: Path) -> None:
-    assert run_script(script.main, ["--output_dir", str(tmp_path / "run"), "--dataset", control]) == 0
+    assert script.main(["--output_dir", str(tmp_path / "run"), "--dataset", control]) == 0
     assert metrics(tmp_path / "run")[-1]["eval_accuracy"] <= 0.15

@@ -130,6 +130,8 @@ def test_resume_needs_a_checkpoint_and_the_same_settings(tmp_path: Path) -> None
     (tmp_path / "checkpoint-000010").mkdir()
     (tmp_path / "checkpoint-000011.partial").mkdir()
     assert checkpoint.check_output(str(tmp_path), settings, False, True).name == "checkpoint-000010"
+    changed = {**settings, "traceback": True}
+    assert checkpoint.check_output(str(tmp_path), changed, False, True).name == "checkpoint-000010"
     with pytest.raises(ValueError, match=r"--lr is 2\.0 but the run in .* has 1\.0"):
         checkpoint.check_output(str(tmp_path), {**settings, "lr": 2.0}, False, True)
 

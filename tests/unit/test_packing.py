@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from .models import close, mixed_config, random_model
 
@@ -134,3 +135,75 @@ def test_several_rows_with_boundaries_raise():
     model = random_model(mixed_config("k"))
     with pytest.raises(ValueError, match="packed into one row, got 2 rows"):
         model(input_ids=torch.zeros(2, 8, dtype=torch.long), cu_seqlens=torch.tensor([0, 4, 8]))
+
+
+def test_isolation_holds_with_lora_in_training():
+    """The second document's logits and the adapters' gradients from it do not see the first, bit for bit."""
+    model = random_model(mixed_config("kdks"))
+    targets = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["experts.gate_up_proj"]}
+    model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets)).train()
+    first, second = torch.randint(0, 250, (1, 20)), torch.randint(0, 250, (1, 15))
+    logits = [model(**pack([replaced, second])).logits[:, 20:] for replaced in (first, 249 - first)]
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_packed_documents_with_several_images():
+    """Images of a packed row go to their own documents, in order."""
+    config = mixed_config("kdks", vision=True)
+    model, media = random_model(config), config.media_placeholder_token_id
+    docs = [[1, *[media] * 4, 2, *[media] * 2, 3], [4, 5, 6], [*[media] * 4, 7]]
+    grids = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 4]])
+    patches = torch.randn(40, 3, 14, 14, generator=torch.Generator().manual_seed(0))
+    alone = [
+        model(input_ids=torch.tensor([docs[0]]), pixel_values=patches[:24], grid_thws=grids[:2]).logits,
+        model(input_ids=torch.tensor([docs[1]])).logits,
+        model(input_ids=torch.tensor([docs[2]]), pixel_values=patches[24:], grid_thws=grids[2:]).logits,
+    ]
+    row = pack([torch.tensor([d]) for d in docs])
+    close(model(**row, pixel_values=patches, grid_thws=grids).logits, torch.cat(alone, dim=1))
+
+
+def test_padding_carries_no_loss_and_no_labels_give_zero():
+    model, x = random_model(mixed_config("kd")), torch.randint(0, 250, (2, 12))
+    mask = torch.ones_like(x)
+    mask[0, 8:] = 0
+    clean = x.masked_fill(mask == 0, -100)
+    losses = [model(input_ids=x, attention_mask=mask, labels=labels).loss for labels in (x, clean)]
+    assert torch.equal(*losses)
+    none = model(input_ids=x, labels=torch.full_like(x, -100)).loss
+    none.backward()
+    assert none == 0
+
+
+def test_a_batch_of_padding_keeps_every_parameter_in_the_graph():
+    model = random_model(mixed_config("kd", experts=0)).train()
+    x = torch.zeros(2, 6, dtype=torch.long)
+    model(input_ids=x, attention_mask=torch.zeros_like(x)).logits.sum().backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None and ".indexer." not in name}
+    # The first layer has nothing to mix: its mixture is never read, whatever the batch.
+    first = "language_model.model.layers.0.self_attention_res_"
+    assert without == {f"{first}norm.weight", f"{first}proj.weight"}
+
+
+def test_positions_that_fit_no_document_raise():
+    model, x = random_model(mixed_config("k")), torch.zeros(1, 6, dtype=torch.long)
+    with pytest.raises(ValueError, match="position_ids: must count up"):
+        model(input_ids=x, position_ids=torch.tensor([[0, 1, 1, 1, 2, 3]]))
+    with pytest.raises(ValueError, match="not additive values"):
+        model(input_ids=x, attention_mask=torch.tensor([[0.0, 0.0, -1e9, 0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_autocast_keeps_what_must_stay_fp32(padded):
+    """bf16 autocast over fp32 weights: finite, close to fp32, and backward works."""
+    model, x = random_model(mixed_config("kdks")).train(), torch.randint(0, 250, (2, 20))
+    mask = torch.ones_like(x)
+    if padded:
+        mask[0, :6] = 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(input_ids=x, attention_mask=mask, labels=x)
+    out.loss.backward()
+    exact = model(input_ids=x, attention_mask=mask, labels=x).loss
+    assert abs(out.loss - exact) < 0.1 * exact
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

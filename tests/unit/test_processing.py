@@ -17,6 +17,7 @@ from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
 from modeling_latentmoe.tokenization_latentmoe import LatentMoETokenizer, tiny_tokenizer
 
 GOLDEN = Path(__file__).resolve().parents[1] / "fixtures" / "golden"
+TINY = Path(__file__).resolve().parents[2] / "modeling_latentmoe" / "tiny"
 IDS = json.loads((GOLDEN / "tokenizer" / "golden_ids.json").read_text())
 
 
@@ -235,6 +236,61 @@ def test_answers_are_parsed(processor: LatentMoEProcessor) -> None:
         assert processor.parse_response(generated, thinking=thinking) == answer
         assert processor.parse_response(generated.tolist()[:-4], thinking=thinking) == answer
     assert processor.batch_decode(whole) == [processor.decode(whole[0])]
+
+
+def test_chat_keywords_of_transformers(processor: LatentMoEProcessor) -> None:
+    messages = ask("what?", picture(60, 20))
+    plain = encode(processor, messages)
+    off = {"padding": False, "truncation": False, "max_length": None, "return_tensors": None}
+    for options in (
+        {**off, "continue_final_message": False, "chat_template": None, "documents": None, "processor_kwargs": {}},
+        {"processor_kwargs": off},
+    ):
+        batch = encode(processor, messages, **options)
+        assert set(batch) == set(plain) and all(torch.equal(batch[name], plain[name]) for name in plain)
+    refused = {"truncation": True, "max_length": 8, "padding": "max_length", "return_tensors": "np"}
+    for name, value in refused.items():
+        for options in ({name: value}, {"processor_kwargs": {name: value}}):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                encode(processor, messages, **options)
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            processor(text="plain", **{name: value})
+    for name, value in {"continue_final_message": True, "chat_template": "x", "documents": [{}]}.items():
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            encode(processor, messages, **{name: value})
+    for options in ({"enable_thinking": True}, {"processor_kwargs": {"enable_thinking": True}}):
+        with pytest.raises(TypeError, match="enable_thinking"):
+            encode(processor, messages, **options)
+
+
+PIPELINE = """
+import torch
+from PIL import Image
+from transformers import AutoProcessor, pipeline
+
+processor = AutoProcessor.from_pretrained({folder!r}, trust_remote_code=True)
+ask = pipeline(
+    "image-text-to-text", model={folder!r}, processor=processor, trust_remote_code=True, dtype=torch.float32
+)
+parts = [{{"type": "image", "image": Image.new("RGB", (56, 56), "red")}}, {{"type": "text", "text": "what?"}}]
+messages = [{{"role": "user", "content": parts}}]
+batch = processor.apply_chat_template(messages, tokenize=True, return_dict=True, add_generation_prompt=True)
+length = batch["input_ids"].shape[1]
+ids = ask.model.generate(**batch, max_new_tokens=3, do_sample=False)
+text = processor.decode(ids[0, length:], skip_special_tokens=True)
+options = {{"generate_kwargs": {{"do_sample": False}}, "max_new_tokens": 3}}
+assert text and ask(text=messages, return_full_text=False, **options)[0]["generated_text"] == text
+try:
+    ask(text=[*messages, {{"role": "assistant", "content": "a"}}], **options)
+except ValueError as error:
+    assert str(error).startswith("continue_final_message: ")
+else:
+    raise AssertionError("the prefill was dropped in silence")
+"""
+
+
+def test_pipeline_answers_as_generate(fresh_process: Callable[..., str]) -> None:
+    fresh_process(PIPELINE.format(folder=str(TINY)))
 
 
 AUTO = """

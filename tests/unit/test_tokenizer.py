@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from modeling_latentmoe import tokenization_latentmoe
@@ -76,6 +77,30 @@ def test_golden_chat_ids(released: LatentMoETokenizer, case: dict[str, Any]) -> 
     assert text == case["apply_chat_template_defaults_text"]
     ids = released.apply_chat_template(chat["messages"], return_dict=False, **default, **options())
     assert ids == case["apply_chat_template_defaults"]
+
+
+def test_chat_keywords_of_transformers(released: LatentMoETokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    lists = released.apply_chat_template(messages, return_assistant_tokens_mask=True)
+    off = {"padding": True, "truncation": False, "max_length": None, "continue_final_message": False}
+    off |= {"chat_template": None, "documents": None, "tokenizer_kwargs": {}}
+    tensors = released.apply_chat_template(messages, return_tensors="pt", return_assistant_tokens_mask=True, **off)
+    assert set(tensors) == set(lists) == {"input_ids", "attention_mask", "assistant_masks"}
+    assert all(tensors[name].dtype == torch.int64 and tensors[name].tolist() == [lists[name]] for name in lists)
+    ids = released.apply_chat_template(messages, return_tensors="pt", return_dict=False)
+    assert torch.equal(ids, tensors["input_ids"])
+    refused = {"truncation": True, "max_length": 8, "continue_final_message": True, "chat_template": "x"}
+    refused |= {
+        "documents": [{}],
+        "tokenizer_kwargs": {"padding": True},
+        "padding": "max_length",
+        "return_tensors": "np",
+    }
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            released.apply_chat_template(messages, **{name: value})
+    with pytest.raises(TypeError, match="enable_thinking"):
+        released.apply_chat_template(messages, enable_thinking=True)
 
 
 def test_every_special_token_has_its_id(released: LatentMoETokenizer) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from modeling_latentmoe.configuration_latentmoe import LatentMoEVisionConfig
-from modeling_latentmoe.vision import TOWER_NORM_EPS, PositionEmbedding, Projector, VisionTower
+from modeling_latentmoe.vision import TOWER_NORM_EPS, Projector, VisionTower
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 CASES = ["two_images", "rgba", "table_size", "video_t3"]
@@ -251,7 +251,7 @@ def test_names_are_those_of_the_released_checkpoint():
 
 
 def test_position_table_is_resampled_in_its_own_dtype():
-    table = PositionEmbedding(small_config()).bfloat16()
+    table = small_tower(small_config()).patch_embed.pos_emb.bfloat16()
     got = table.spatial(6, 4)
     assert got.dtype == torch.bfloat16
     want = torch.nn.functional.interpolate(table.weight.permute(2, 0, 1)[None], size=(6, 4), mode="bilinear")
