@@ -129,11 +129,9 @@ class Thing:
         return f"{self.colour} {self.kind}"
 
 
-def draw_shapes(rng: random.Random, size: int) -> tuple[Image.Image, list[Thing]]:
-    """One to four coloured shapes in different quarters of the picture."""
+def draw_shapes(rng: random.Random, size: int, count: int) -> tuple[Image.Image, list[Thing]]:
+    """`count` coloured shapes, at most four, in different quarters of the picture."""
     canvas = Canvas(size, "RGB", background_colour(rng))
-    # One shape alone teaches what kinds look like before places must be told apart.
-    count = rng.choices((1, 2, 3, 4), (5, 2, 2, 1))[0]
     names = rng.sample([(colour, kind) for colour in COLOURS for kind in KINDS], count)
     things = []
     for quarter, (colour, kind) in zip(sorted(rng.sample(range(4), count)), names, strict=True):
@@ -147,9 +145,10 @@ def draw_shapes(rng: random.Random, size: int) -> tuple[Image.Image, list[Thing]
 
 
 def shapes(rng: random.Random, size: int) -> tuple[Image.Image, list[Turn]]:
-    """A picture of shapes and a question about colour, kind, number or place."""
-    image, things = draw_shapes(rng, size)
-    return image, [rng.choices(SHAPE_QUESTIONS, QUESTION_WEIGHTS)[0](rng, things)]
+    """One shape and a question about its colour, kind or place, or several to be counted."""
+    question = rng.choices(SHAPE_QUESTIONS, QUESTION_WEIGHTS)[0]
+    image, things = draw_shapes(rng, size, count=rng.randint(1, 4) if question is ask_count else 1)
+    return image, [question(rng, things)]
 
 
 def ask_colour(rng: random.Random, things: list[Thing]) -> Turn:
@@ -408,7 +407,8 @@ def train_tower(model: PreTrainedModel, processor: LatentMoEProcessor, seed: int
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.15)
     progress = tqdm(range(steps), desc="tower", mininterval=10)
     for step in progress:
-        drawn = [draw_shapes(random.Random(f"{seed}/tower/{step}/{row}"), size) for row in range(batch_size)]
+        dice = [random.Random(f"{seed}/tower/{step}/{row}") for row in range(batch_size)]
+        drawn = [draw_shapes(rng, size, count=rng.randint(1, 4)) for rng in dice]
         labels = torch.zeros(2, batch_size, len(PLACES), dtype=torch.long)
         for row, (_, things) in enumerate(drawn):
             for thing in things:
@@ -429,6 +429,9 @@ def train_tower(model: PreTrainedModel, processor: LatentMoEProcessor, seed: int
         schedule.step()
         if step % 20 == 0:
             progress.set_postfix_str(f"kind {losses[0]:.3f}, colour {losses[1]:.3f}")
+    # Questions would pull colours back to the front and kinds out of sight.
+    tower.requires_grad_(False)
+    projector.requires_grad_(False)
 
 
 class IndexerLoss:
