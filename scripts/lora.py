@@ -72,7 +72,7 @@ class Arguments:
         default=None,
         metadata={"help": "layers to adapt; default: attention, feed-forward and routed experts"},
     )
-    train_projector: bool = option(False, "adapt the image projector too (the vision tower stays frozen)")
+    train_projector: bool = option(True, "adapt the image projector too, if there is one (never the tower)")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     seed: int = option(0, "seed of the adapters and of the order of the data")
     eval_every: int = option(0, "steps between evaluations; 0: before and after only")

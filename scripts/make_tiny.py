@@ -1,15 +1,19 @@
 """Make the tiny model that ships with the package: draw pictures, ask about them, train from random weights.
 
-    python scripts/make_tiny.py --out tiny --device cuda        made modeling_latentmoe/tiny
-    python scripts/make_tiny.py --out /tmp/tiny --steps 20 --recovery-steps 10 --batch-size 16    a quick look
+    python scripts/make_tiny.py --out /tmp/tiny --device cuda
+    python scripts/make_tiny.py --out /tmp/tiny --tower-steps 20 --steps 20 --recovery-steps 10 --batch-size 16
 
-Everything the model ever sees is drawn here with PIL: coloured shapes, lines and curves. Chats ask for colour,
-kind, number and place, which way lines lean and where a curve is open.
+The second command is a quick look. Everything the model ever sees is drawn here with PIL: coloured shapes, lines and
+curves, never a digit. Chats ask for colour, kind, number and place, which way lines lean and where a curve is open.
 Sample i of a split is a function of (seed, split, i) alone, however many processes draw.
 
-Training has two stages: first everything in float, then the routed experts are rounded to MXFP4 and stay
-frozen while the rest recovers. In both, the indexer of the sparse-attention layers learns from the attention
-it serves (KL) and nothing else learns from the indexer. Experts are balanced by moving the selection bias.
+Three stages: vision tower and projector learn to name what they see; the rest learns to answer, in float; then the
+routed experts are rounded to MXFP4 and stay frozen while the rest recovers. The indexer of the sparse-attention layers
+learns from the attention it serves (KL) and nothing else learns from the indexer. Experts are balanced by moving the
+selection bias. `--start` repeats the first and the last stage on a folder that this script wrote.
+
+The shipped weights were made while these stages were being worked out, by several runs of them, the last on questions
+about shapes alone: they are not the bit-exact result of one command.
 """
 
 import argparse

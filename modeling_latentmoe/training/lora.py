@@ -59,8 +59,8 @@ def add_adapter(
 
     `target_modules` are the last parts of module names, and "experts.gate_up_proj" / "experts.down_proj" for
     the routed experts; None takes all default targets that the model has. Dense layers get rank `r`, every
-    routed expert rank `expert_rank`; all are scaled by lora_alpha / r. Raises ValueError that names the
-    switch.
+    routed expert rank `expert_rank`; all are scaled by lora_alpha / r.
+    `train_projector` adapts the projector too, if there is one. Raises ValueError that names the switch.
     """
     if min(r, expert_rank) < 1:
         raise ValueError(f"--r {r} and --expert_rank {expert_rank} must be at least 1")
@@ -72,7 +72,7 @@ def add_adapter(
     else:
         targets = list(dict.fromkeys(target_modules))
     if train_projector:
-        targets += PROJECTOR_TARGETS
+        targets += [target for target in PROJECTOR_TARGETS if reached(target, layers)]
     for target in targets:
         if not reached(target, layers + stacks):
             raise ValueError(f"--target_modules {target}: {why_not(target, model, layers + stacks)}")
