@@ -34,7 +34,7 @@ def make_tiny() -> ModuleType:
 @pytest.fixture(scope="module")
 def shipped(tiny: Path) -> tuple[LatentMoEForConditionalGeneration, LatentMoEProcessor]:
     model = LatentMoEForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32)
-    return model.eval(), LatentMoEProcessor.from_pretrained(tiny)
+    return model.eval(), LatentMoEProcessor.from_pretrained(tiny, trust_remote_code=True)
 
 
 # ------------------------------------------------------------------------------------------- shipped model
@@ -120,7 +120,7 @@ def test_pictures_show_what_the_answers_say(make_tiny):
     """A shape has its colour in its quarter of the picture, and its outline decides how much of it."""
     covered = {kind: [] for kind in make_tiny.KINDS}
     for i in range(200):
-        image, things = make_tiny.draw_shapes(random.Random(i), 112)
+        image, things = make_tiny.draw_shapes(random.Random(i), 112, count=1 + i % 4)
         pixels = np.asarray(image, dtype=float)
         for thing in things:
             place = make_tiny.PLACES.index(thing.place)
@@ -151,7 +151,6 @@ def test_questions_about_things(make_tiny):
         ("How many shapes are there?", "2"),
         ("Where is the red circle?", "top left"),
         ("Where is the blue cross?", "bottom right"),
-        ("Describe the picture.", "a red circle at the top left, a blue cross at the bottom right"),
     }
 
 
