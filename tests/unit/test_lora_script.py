@@ -110,7 +110,9 @@ def test_other_settings_cannot_resume(straight: Path, small: Path, capsys: pytes
 def test_yaml_settings_and_switches(straight: Path) -> None:
     settings = parse(script.Arguments, "", [str(straight / "run.yaml"), "--lr", "0.5", "--target_modules", "q_proj"])
     assert settings.max_steps == 6 and settings.lr == 0.5 and settings.target_modules == ["q_proj"]
-    assert settings.epochs == script.Arguments().epochs and settings.train_projector == script.Arguments().train_projector
+    assert (
+        settings.epochs == script.Arguments().epochs and settings.train_projector == script.Arguments().train_projector
+    )
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
