@@ -352,6 +352,10 @@ def pack_experts(model: PreTrainedModel, config: LatentMoEConfig) -> PreTrainedM
         else:
             experts[name] = weight
     packed.load_state_dict(experts)
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    for name, param in packed.named_parameters():
+        if name in frozen:
+            param.requires_grad_(False)
     return packed
 
 

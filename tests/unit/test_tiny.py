@@ -220,8 +220,11 @@ def test_balancing_moves_the_bias_towards_idle_experts(make_tiny, small):
 
 def test_packing_rounds_the_experts_and_keeps_the_rest(make_tiny, small):
     processor, model = small
+    model.vision_tower.requires_grad_(False)
     packed = make_tiny.pack_experts(model, make_tiny.make_config(processor, True, 32))
     assert_packed(packed)
+    assert not any(p.requires_grad for p in packed.vision_tower.parameters())
+    assert packed.language_model.lm_head.weight.requires_grad
     before, after = model.state_dict(), packed.state_dict()
     for name, weight in after.items():
         if ".experts." not in name:
