@@ -31,6 +31,7 @@ from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, lora, monitor
 from modeling_latentmoe.training.arguments import option
 from modeling_latentmoe.training.evaluate import evaluate
+from modeling_latentmoe.training.flops import forward_flops_per_token
 from modeling_latentmoe.training.loading import SHIPPED_MODEL, checkpoint_activations, load_model, load_processor
 from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.rows import Rows, open_dataset
@@ -49,7 +50,7 @@ class Arguments:
     overwrite: bool = option(False, "replace an earlier run in --output_dir")
     resume: bool = option(False, "continue the run in --output_dir from its newest checkpoint")
     max_steps: int | None = option(None, "number of optimizer steps; default: as many as --epochs take")
-    epochs: float = option(10, "passes over the training data")
+    epochs: float = option(6, "passes over the training data")
     batch_size: int = option(32, "samples in a micro-batch of one process")
     gradient_accumulation: int = option(1, "micro-batches of one process in a step")
     max_length: int = option(2048, "longest sample in tokens; longer ones are dropped and counted, never cut")
@@ -266,9 +267,12 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             step += 1
 
             load = step_load + (load if load.numel() else 0)
-            speed = n_read / (time.perf_counter() - began)
+            elapsed = time.perf_counter() - began
+            speed, length = n_read / elapsed, round(n_read / n_rows)
             record = {"loss": loss, "grad_norm": grad_norm, "lr": args.lr * factor, "done": done}
             record |= {"tokens": n_tokens, "tokens_per_s": speed, "load_imbalance": monitor.load_imbalance(step_load)}
+            # forward and input gradients
+            record["tflops"] = 2 * forward_flops_per_token(base.config.get_text_config(), length) * speed / 1e12
             metrics.add(step=step, **record)
             accelerator.log(record, step=step)
             bar.update(done, step, loss, speed)

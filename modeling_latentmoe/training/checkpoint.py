@@ -119,7 +119,13 @@ def last_good_adapter(folder: Path, bad: Path) -> str:
 
 def check_same_run(folder: Path, settings: dict[str, Any]) -> None:
     """ValueError where an argument differs from the ones that the run in `folder` was started with."""
-    started = yaml.safe_load((folder / "run.yaml").read_text())
+    file = folder / "run.yaml"
+    try:
+        started = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--resume: {file} is not valid YAML: {error}") from error
+    if not isinstance(started, dict):
+        raise ValueError(f"--resume: {file} does not hold the settings of a run")
     for name, value in settings.items():
         if name not in FREE_ON_RESUME and started.get(name) != value:
             raise ValueError(f"--resume: --{name} is {value} but the run in {folder} has {started.get(name)}")

@@ -28,8 +28,7 @@ class Metrics:
         self.records: list[dict[str, Any]] = []
         if first_step and active:
             # steps after the checkpoint are done again
-            lines = self.file.read_text().splitlines()
-            self.records = [record for record in map(json.loads, lines) if record["step"] <= first_step]
+            self.records = [record for record in read_records(self.file) if record["step"] <= first_step]
             write_text(self.file, "".join(json.dumps(record) + "\n" for record in self.records))
 
     def add(self, **values: float) -> None:
@@ -42,6 +41,23 @@ class Metrics:
         """Steps and values of all records that hold `name`."""
         records = [record for record in self.records if name in record]
         return [record["step"] for record in records], [record[name] for record in records]
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; ValueError naming the line where one is damaged.
+
+    A last line without its end is left out: the process that wrote it was killed, after the last checkpoint.
+    """
+    *whole, _ = file.read_text().split("\n")
+    records = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file} line {number} is not a record of a step: repair or remove the line") from error
+        records.append(record)
+    return records
 
 
 class Progress:

@@ -29,7 +29,10 @@ def hostile_copy(source, destination):
     global copied
     destination = Path(destination)
     held = destination.with_suffix(".held")
-    os.close(os.open(held, os.O_CREAT | os.O_EXCL))  # FileExistsError when another process is writing
+    try:
+        os.close(os.open(held, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        raise PermissionError(f"another process is writing {destination}") from None
     text = Path(source).read_bytes()
     with open(destination, "wb") as file:
         file.write(text[: len(text) // 2])

@@ -33,6 +33,24 @@ def test_records_are_on_disk_at_once_and_cut_back_on_resume(tmp_path: Path) -> N
     assert [line["step"] for line in lines] == [0, 1, 2, 3] and lines[-1]["loss"] == 9.0
 
 
+def test_a_record_cut_by_a_kill_is_done_again_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert monitor.Metrics(tmp_path, active=True, first_step=1).records == [{"step": 1, "loss": 2.0}]
+    assert file.read_text() == '{"step": 1, "loss": 2.0}\n'
+    for damaged in ('{"step": 1, "lo\n', "[]\n", "{}\n", '{"step": "x"}\n'):
+        file.write_text('{"step": 0}\n' + damaged)
+        with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a record"):
+            monitor.Metrics(tmp_path, active=True, first_step=1)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1", ""])
+def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"--resume: .*run\.yaml"):
+        checkpoint.check_same_run(tmp_path, {})
+
+
 def test_only_the_active_process_writes(tmp_path: Path) -> None:
     monitor.Metrics(tmp_path, active=False).add(step=1, loss=1.0)
     assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from modeling_latentmoe.documents import Documents
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
@@ -61,10 +62,12 @@ def test_every_kind_of_layer(shipped):
     assert_packed(model)
 
 
-def test_answers_about_unseen_shapes(make_tiny, shipped):
+def test_answers_about_unseen_pictures_and_sums(make_tiny, shipped):
+    """Shapes, strokes and text alone: none was forgotten for another."""
     model, processor = shipped
     scores = make_tiny.accuracy(model, processor, seed=1, samples=240, batch_size=80)
-    assert scores["shapes"] >= 0.9, scores
+    assert set(scores) == {"shapes", "strokes", "words"}
+    assert min(scores.values()) >= 0.9, scores
 
 
 def test_selection_is_active_on_an_ordinary_question(make_tiny, shipped):
@@ -230,6 +233,19 @@ def test_packing_rounds_the_experts_and_keeps_the_rest(make_tiny, small):
         if ".experts." not in name:
             torch.testing.assert_close(weight.double(), before[name].double(), rtol=1e-6, atol=1e-7)
     assert packed.language_model.model.layers[1].self_attn.indexer.topk == 32
+
+
+def test_sketch_of_a_picture_is_its_quarters(make_tiny):
+    size = 8 * make_tiny.SKETCH
+    pixels = np.zeros((size, size), dtype=np.uint8)
+    half = size // 2
+    pixels[:half, half:], pixels[half:, :half], pixels[-1, -1] = 255, 51, 255
+    sketch = make_tiny.quarters(Image.fromarray(pixels))
+    assert sketch.shape == (4, make_tiny.SKETCH**2)
+    assert (sketch[0] == -1).all() and (sketch[1] == 1).all()
+    torch.testing.assert_close(sketch[2], torch.full_like(sketch[2], -0.6))
+    # one of the 16 pixels behind the last grey is white, and greys are bytes
+    assert (sketch[3, :-1] == -1).all() and sketch[3, -1].item() == pytest.approx(2 / 16 - 1, abs=1 / 127)
 
 
 def test_tower_learns_from_its_heads(make_tiny):
