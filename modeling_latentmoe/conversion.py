@@ -10,13 +10,21 @@ In memory the experts of a layer are stacked: `gate_up_proj` [E, 2F, L] holds th
 tensors have the same name and shape on both sides. Everything here is derived from the two tables below.
 """
 
+import gc
 import json
+import math
+import operator
+import os
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
@@ -39,6 +47,16 @@ PACKED_LEAVES = {"proj": "weight_packed", "scale": "weight_scale"}
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 BYTES = frozenset({"U8"})
 SHOWN_FAULTS = 10
+
+DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+# The format's own limit, and how files begin that hold pickles: zip archives of torch.save, and bare ones.
+HEADER_LIMIT = 100_000_000
+PICKLES = (b"PK", b"\x80\x02", b"\x80\x04")
 
 
 class UnstackExperts(SplitModulelist):
@@ -136,109 +154,327 @@ def _expert_tensors(
                 yield f"{stem}.{expert}.{matrix}.{leaf}", tensor
 
 
-def read_header(path: Path) -> dict[str, DiskTensor]:
-    """Names, shapes and dtypes of one safetensors file, from its header alone.
+class StoredTensor(NamedTuple):
+    """What a header says about one tensor: dtype in safetensors words, and its bytes [start, stop) of the file."""
 
-    ValueError naming the file when it is missing, cut short or not safetensors.
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def header_size(raw: bytes, size: int, name: str) -> int:
+    """Bytes at the head of a safetensors file before its data, from its first 8 bytes `raw`.
+
+    size: bytes of the whole file. ValueError naming the file when it is cut short or of another format.
     """
-    if not path.is_file():
-        raise ValueError(f"{path.name} is missing")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 + length:
-            raise ValueError(f"{path.name} is truncated or not a safetensors file ({size} bytes)")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path.name} is not a safetensors file") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    length = 8 + int.from_bytes(raw[:8], "little")
+    if len(raw) < 8 or length > min(size, 8 + HEADER_LIMIT):
+        kind = " but a pickle, which is refused because it can run code" if raw.startswith(PICKLES) else ""
+        raise ValueError(f"{name} is truncated or not a safetensors file{kind} ({size} bytes)")
+    return length
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A large header becomes millions of objects at once; the cyclic collector would walk them over and over."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_paused()
+def parse_header(raw: bytes, size: int, name: str) -> dict[str, StoredTensor]:
+    """Tensors of a safetensors file in the order of their bytes, from its head `raw` of `header_size` bytes.
+
+    size: bytes of the whole file. ValueError naming the file, and the tensor where there is one, unless the
+    tensors are of known dtypes, have as many bytes as their shapes need and fill the file without gap or overlap.
+    """
+    length = header_size(raw, size, name)
+    try:
+        entries = json.loads(raw[8:length])
+        entries.pop("__metadata__", None)
+        # JSON readers keep the last of two entries of one name in silence. Looking at every pair of a large header
+        # would take longer than all else, so that is done only where the count says that one is gone.
+        if raw.count(b'"data_offsets"', 8, length) != len(entries):
+            json.loads(raw[8:length], object_pairs_hook=_refuse_repeats)
+    except RepeatedName as error:
+        raise ValueError(f"{name}: {error} is stored twice in this file") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name} is not a safetensors file, or its header is damaged") from error
+    tensors = {tensor: _stored_tensor(name, tensor, entry, length) for tensor, entry in entries.items()}
+    tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
+    end = length
+    for tensor, stored in tensors.items():
+        if stored.start != end:
+            raise ValueError(
+                f"{name} is damaged: its header puts {tensor} at byte {stored.start}, but the bytes before end at {end}"
+            )
+        end = stored.stop
     if size != end:
-        raise ValueError(f"{path.name} is truncated or damaged: {size} bytes instead of {end}")
-    return {name: DiskTensor(tuple(entry["shape"]), frozenset({entry["dtype"]})) for name, entry in header.items()}
+        cut = next((f", cut in {tensor}" for tensor, stored in tensors.items() if stored.stop > size), "")
+        raise ValueError(f"{name} is truncated or damaged: {size} bytes instead of {end}{cut}")
+    return tensors
 
 
-def check_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: bool) -> None:
-    """Raise one ValueError listing all that keeps `files` from being exactly the weights of `model`.
+def _stored_tensor(name: str, tensor: str, entry: Any, length: int) -> StoredTensor:
+    """The header entry of a tensor in the file `name`, whose data begin after `length` bytes."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        stored = StoredTensor(sys.intern(dtype), tuple(shape), length + start, length + stop)
+        needed = operator.index(math.prod(shape)) * DTYPE_BYTES[dtype]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{name} is damaged: its header describes {tensor} as {str(entry)[:100]}") from error
+    if stop - start != needed:
+        raise ValueError(
+            f"{name} is damaged: its header gives {tensor} {stop - start} bytes, but {dtype} {shape} needs {needed}"
+        )
+    return stored
 
-    model: a PreTrainedModel, possibly on the meta device. files: all its safetensors files. packed: whether
-    the experts are MXFP4 on disk. Reads headers only. Reported: files that are missing or cut short, tensors
-    that are missing, unexpected (renumbered experts are both), of another shape or dtype, stored twice, or
-    not where the index says. Without this, transformers starts missing tensors at random, drops unexpected
-    ones with a warning, and accepts renumbered experts and signed bytes in silence.
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """`parse_header` of a local file; ValueError also where it cannot be opened."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(8)
+            return parse_header(raw + file.read(header_size(raw, size, path.name) - 8), size, path.name)
+    except FileNotFoundError as error:
+        link = f", a link to {path.readlink()}," if path.is_symlink() else ""
+        raise ValueError(f"{path.name}{link} is missing") from error
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+class RepeatedName(Exception):
+    """A JSON object names one field twice."""
+
+
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise RepeatedName(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return values
+
+
+def index_path(file: Path) -> Path:
+    """The index that belongs to a shard `name-00001-of-00002.safetensors`, or to a single file."""
+    return file.with_name(re.sub(r"-\d+-of-\d+$", "", file.stem) + ".safetensors.index.json")
+
+
+class Index(NamedTuple):
+    """Tensor name -> shard, and the bytes that all tensors are said to have (None where that is not said)."""
+
+    shards: dict[str, str]
+    total_size: int | None
+
+
+def read_index(path: Path) -> Index:
+    """Contents of an index file, empty when there is no such file. ValueError naming it when damaged."""
+    try:
+        contents = json.loads(path.read_bytes())
+        shards, total_size = contents["weight_map"], contents.get("metadata", {}).get("total_size")
+        foreign = next((shard for shard in set(shards.values()) if Path(shard).name != shard), None)
+    except FileNotFoundError:
+        return Index({}, None)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path.name} is damaged, or not an index of safetensors files") from error
+    if foreign is not None:
+        raise ValueError(f"{path.name}: {foreign} is not the name of a file in its folder")
+    return Index(shards, total_size)
+
+
+class Fault(NamedTuple):
+    """One thing that keeps a checkpoint from being the weights of a model; tensor and file where they are known."""
+
+    what: str
+    tensor: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        subject = f"{self.tensor} " if self.tensor else ""
+        return (f"{self.file}: " if self.file else "") + subject + self.what
+
+
+class Survey(NamedTuple):
+    """What the headers of a checkpoint say: all that is wrong, the file name of every tensor, the bytes of all."""
+
+    faults: list[Fault]
+    shards: dict[str, str]
+    nbytes: int
+    index: Index
+
+
+def survey_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: bool) -> Survey:
+    """Compare the headers of `files` with what `model` needs, and with the index beside them if there is one.
+
+    model: a PreTrainedModel, possibly on the meta device. files: its safetensors files, of one folder. packed: whether
+    the experts are MXFP4 on disk. Found are files that are missing, damaged or cut short, and tensors that are
+    missing, unexpected (renumbered experts are both), of another shape or dtype, stored twice, or not where the
+    index says. `Survey.shards` has the names that tensors have in the model. ValueError for a damaged index.
     """
     files = [Path(file) for file in files]
+    folders = sorted({str(file.parent) for file in files})
+    if len(folders) > 1:
+        raise ValueError(f"the files of a checkpoint must be in one folder, its index names {', '.join(folders)}")
+    index_file = index_path(files[0])
+    index = read_index(index_file)
     expected = expected_tensors(model, packed)
-    faults, where, found = [], {}, {}
-    unreadable = 0
+    unreadable = set(index.shards.values()).difference(file.name for file in files)
+    faults = [Fault(f"{shard} is missing") for shard in sorted(unreadable)]
+    shards: dict[str, str] = {}
+    differing, renamed, nbytes = [], {}, 0
     for file in files:
         try:
             header = read_header(file)
         except ValueError as error:
-            faults.append(str(error))
-            unreadable += 1
+            faults.append(Fault(str(error)))
+            unreadable.add(file.name)
             continue
-        for name, tensor in header.items():
-            if name in where:
-                faults.append(f"{name} is stored twice, in {where[name].name} and {file.name}")
-            where[name] = file
-            found[_model_name(name, model.base_model_prefix, expected)] = tensor
+        for name in shards.keys() & header.keys():
+            differing.append(Fault(f"is stored twice, in {shards[name]} and {file.name}", name))
+        shards |= dict.fromkeys(header, file.name)
+        nbytes += sum(stored.stop - stored.start for stored in header.values())
+        renamed |= _renamed(header.keys() - expected.keys(), model.base_model_prefix, expected)
+        differing += _differences(header, file.name, expected, renamed)
+    found = {renamed.get(name, name): shard for name, shard in shards.items()} if renamed else shards
+    absent = expected.keys() - found.keys()
+    ignored = [*(model._keys_to_ignore_on_load_missing or ()), *map(re.escape, model.all_tied_weights_keys)]
+    for name in sorted(absent):
+        # Tensors of an unreadable file are not known to be missing.
+        listed = index.shards.get(name)
+        unknown = listed in unreadable if listed else unreadable and not index.shards
+        if not unknown and not _matches(ignored, name):
+            faults.append(Fault("is missing", name, listed or _shard_of_other_half(name, found)))
+    for name in sorted(shards.keys() - expected.keys() - renamed.keys()):
+        if not _matches(model._keys_to_ignore_on_load_unexpected or (), name):
+            faults.append(Fault("is unexpected", name, shards[name]))
+    faults += differing
+    if index.shards and index.shards != shards:
+        faults += _index_faults(index_file.name, index.shards, shards, absent | unreadable)
+    return Survey(faults, found, nbytes, index)
 
-    ignore_missing = [
-        *(model._keys_to_ignore_on_load_missing or ()),
-        *map(re.escape, model.all_tied_weights_keys),
-    ]
-    ignore_unexpected = model._keys_to_ignore_on_load_unexpected or ()
-    absent = [name for name in expected if name not in found and not _matches(ignore_missing, name)]
-    # Tensors of an unreadable file are not known to be missing.
-    if not unreadable:
-        faults += [f"{name} is missing" for name in absent]
-    for name, tensor in found.items():
-        if name not in expected:
-            if not _matches(ignore_unexpected, name):
-                faults.append(f"{name} is unexpected")
-        elif tensor.shape != expected[name].shape:
-            faults.append(f"{name} has shape {list(tensor.shape)} instead of {list(expected[name].shape)}")
-        elif not tensor.dtypes <= expected[name].dtypes:
-            faults.append(f"{name} is {'/'.join(tensor.dtypes)} instead of {'/'.join(sorted(expected[name].dtypes))}")
-    if not unreadable:
-        faults += _index_faults(files[0], where, known=found.keys() | set(absent))
-    if faults:
-        more = f"; and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
+
+def check_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: bool) -> dict[str, str]:
+    """The file name of every tensor; one ValueError if `files` are not exactly the weights of `model`.
+
+    Arguments and faults are those of `survey_checkpoint`; reads headers only. Without this, transformers starts
+    missing tensors at random, drops unexpected ones with a warning, and accepts renumbered experts and signed bytes
+    in silence.
+    """
+    files = [Path(file) for file in files]
+    survey = survey_checkpoint(model, files, packed)
+    if survey.faults:
         raise ValueError(
             f"checkpoint in {files[0].parent} does not fit {type(model).__name__} and its config, "
-            f"{len(faults)} fault(s): {'; '.join(faults[:SHOWN_FAULTS])}{more}"
+            f"{_summary(survey.faults)}"
         )
+    return survey.shards
 
 
-def _index_faults(file: Path, where: dict[str, Path], known: set[str]) -> list[str]:
-    """Contradictions between the shards and the index beside `file`, if there is one.
+@torch.no_grad()
+@contextmanager
+def read_as_needed() -> Iterator[None]:
+    """Keeps transformers from reading tensors ahead of their conversion: without bound, up to a second model."""
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        if before is not None:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
 
-    where: tensor name -> its shard. known: tensors that are accounted for, present or reported missing.
+
+def lazy_tensors(files: Iterable[str | Path]) -> dict[str, Any]:
+    """Name -> slice of a safetensors file that is read, not memory-mapped, when it is indexed."""
+    handles = [safe_open(file, framework="pt", backend="pread") for file in files]
+    return {name: handle.get_slice(name) for handle in handles for name in handle.keys()}  # noqa: SIM118
+
+
+def check_values(model: nn.Module, shards: Mapping[str, str]) -> None:
+    """One ValueError for loaded weights that no sound checkpoint holds: scale byte 255, numbers in A_log's padding.
+
+    shards: name of every tensor that was loaded -> name of its file. The byte 255 is NaN, and so are experts that were
+    decoded with it; what A_log has beyond its heads is padding. Weights on the meta device are passed over.
     """
-    index = file.with_name(re.sub(r"-\d+-of-\d+$", "", file.stem) + ".safetensors.index.json")
-    if not index.is_file():
+    faults = []
+    for name, module in model.named_modules():
+        params = {leaf: param for leaf, param in module.named_parameters(recurse=False) if not param.is_meta}
+        if name.endswith(EXPERTS):
+            for leaf, stack in params.items():
+                scales = _nan_scales(name, module.owned.start, leaf, stack, shards)
+                faults += [Fault("has the byte 255 (NaN)", scale) for scale in scales]
+        elif "A_log" in params and params["A_log"][module.num_heads :].any():
+            faults.append(Fault(f"is not zero beyond its {module.num_heads} heads", f"{name}.A_log"))
+    if faults:
+        faults = [fault._replace(file=shards[fault.tensor]) for fault in faults]
+        raise ValueError(f"the checkpoint holds impossible values, {_summary(faults)}")
+
+
+def _nan_scales(module: str, first: int, leaf: str, stack: torch.Tensor, shards: Mapping[str, str]) -> list[str]:
+    """Names of the MXFP4 scales in `shards` that make NaNs of a stack whose first expert has the id `first`."""
+    stem, _, suffix = leaf.rpartition("_")
+    matrices = MATRICES[stem]
+    scale = f"{module}.{{}}.{{}}.{PACKED_LEAVES['scale']}"
+    if suffix == "proj" and (stack.dtype == torch.uint8 or scale.format(first, matrices[0]) not in shards):
         return []
-    listed = json.loads(index.read_text())["weight_map"]
+    largest_EM = stack.unflatten(1, (len(matrices), -1)).amax((2, 3))
+    bad_EM = largest_EM == 255 if stack.dtype == torch.uint8 else largest_EM.isnan()
+    return [scale.format(first + expert, matrices[matrix]) for expert, matrix in bad_EM.nonzero().tolist()]
+
+
+def _summary(faults: list[Fault]) -> str:
+    more = f"; and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
+    return f"{len(faults)} fault(s): {'; '.join(map(str, faults[:SHOWN_FAULTS]))}{more}"
+
+
+def _shard_of_other_half(name: str, shards: dict[str, str]) -> str | None:
+    """For MXFP4 bytes, the file that holds their scale, or the reverse."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf not in PACKED_LEAVES.values():
+        return None
+    return next(filter(None, (shards.get(f"{stem}.{half}") for half in PACKED_LEAVES.values())), None)
+
+
+def _differences(
+    header: dict[str, StoredTensor], shard: str, expected: dict[str, DiskTensor], renamed: dict[str, str]
+) -> Iterator[Fault]:
+    """The tensors of a shard, as far as they are known, that have another shape or dtype than expected."""
+    for name, stored in header.items():
+        wanted = expected.get(name) or expected.get(renamed.get(name))
+        if wanted is None:
+            continue
+        if stored.shape != wanted.shape:
+            yield Fault(f"has shape {list(stored.shape)} instead of {list(wanted.shape)}", name, shard)
+        elif stored.dtype not in wanted.dtypes:
+            yield Fault(f"is {stored.dtype} instead of {'/'.join(sorted(wanted.dtypes))}", name, shard)
+
+
+def _index_faults(index: str, listed: dict[str, str], shards: dict[str, str], excused: set[str]) -> list[Fault]:
+    """Contradictions between the index, tensor name -> shard, and what the shards hold.
+
+    excused: tensors that are accounted for as missing, and shards of which it is not known what they hold.
+    """
     faults = []
     for name, shard in listed.items():
-        if name in where and where[name].name != shard:
-            faults.append(f"{name} is in {where[name].name} but {index.name} says {shard}")
-        elif name not in where and name not in known:
-            faults.append(f"{name} is in {index.name} but in no shard")
-    unlisted = [name for name in where if name not in listed]
-    return faults + [f"{name} is in {where[name].name} but not in {index.name}" for name in unlisted]
+        if name in shards:
+            if shards[name] != shard:
+                faults.append(Fault(f"is in {shards[name]} but {index} says {shard}", name))
+        elif name not in excused and shard not in excused:
+            faults.append(Fault(f"is in {index} but in no shard", name))
+    unlisted = [name for name in shards if name not in listed]
+    return faults + [Fault(f"is in {shards[name]} but not in {index}", name) for name in unlisted]
 
 
-def _model_name(name: str, prefix: str, expected: dict[str, DiskTensor]) -> str:
-    """`name`, with the base-model prefix added or removed if only that makes it known (as when loading)."""
-    if name in expected:
-        return name
-    for candidate in (name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-        if candidate in expected:
-            return candidate
-    return name
+def _renamed(names: Iterable[str], prefix: str, expected: dict[str, DiskTensor]) -> dict[str, str]:
+    """The names that are known with the base-model prefix added or removed (as when loading) -> those known ones."""
+    candidates = {name: (name.removeprefix(f"{prefix}."), f"{prefix}.{name}") for name in names}
+    return {name: known for name, pair in candidates.items() for known in pair if known in expected}
 
 
 def _matches(patterns: Iterable[str], name: str) -> bool:

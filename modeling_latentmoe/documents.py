@@ -39,6 +39,13 @@ class Documents:
     ids_BT: torch.Tensor
     past_ids_BP: torch.Tensor | None = None
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "Documents":
+        """The same on another device; accelerate calls this where a device map cuts between layers."""
+        if torch.empty(0, device=device).device == self.ids_BT.device:
+            return self
+        past = None if self.past_ids_BP is None else self.past_ids_BP.to(device, non_blocking=non_blocking)
+        return Documents(self.ids_BT.to(device, non_blocking=non_blocking), past)
+
     @cached_property
     def valid_BT(self) -> torch.Tensor | None:
         """False at padding; None when nothing is padded."""

@@ -29,6 +29,9 @@ class ShortConvolution(Float32Parameters):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=torch.float32))
 
+    def forward(self, x_MP: torch.Tensor, index_MW: torch.Tensor, tail_XP: torch.Tensor) -> torch.Tensor:
+        return short_conv(x_MP, self.weight.squeeze(1), index_MW, tail_XP)
+
 
 class GatedHeadNorm(Float32Parameters):
     """Weight [K] of the norm that every head's output passes before its sigmoid gate, fp32."""
@@ -100,8 +103,7 @@ class KimiDeltaAttention(Float32Parameters):
             else:
                 tail = old[documents.row_D]
             tail = tail.flatten(0, 1)
-            weight = getattr(self, f"{name}_conv1d").weight.squeeze(1)
-            out.append(self._heads(short_conv(projected, weight, index_MW, tail)))
+            out.append(self._heads(getattr(self, f"{name}_conv1d")(projected, index_MW, tail)))
             if cache is not None:
                 new = torch.cat([projected, tail.to(projected.dtype)])[tail_XW]
                 cache.set(f"{name}_conv", _put_rows(old, new, documents))

@@ -23,6 +23,16 @@ LATENT_NORM_EPS = 1e-6
 INDEX_NORM_EPS = 1e-6
 
 
+class WideLinear(nn.Linear):
+    """A linear layer that multiplies in fp32 (or wider), whatever the dtype of input and weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # Autocast would round the products.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(wide), self.weight.to(wide))
+
+
 class LightningIndexer(nn.Module):
     """Scores every key for every query with a few cheap heads; parameters learn from their own loss only.
 
@@ -35,7 +45,7 @@ class LightningIndexer(nn.Module):
         self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
         self.k_norm = nn.LayerNorm(self.head_dim, eps=INDEX_NORM_EPS)
-        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.weights_proj = WideLinear(config.hidden_size, self.heads, bias=False)
 
     def keys(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """One key per token, shared by all index heads: [B, T, K]."""
@@ -44,8 +54,7 @@ class LightningIndexer(nn.Module):
     def scores(self, x_BTD: torch.Tensor, c_BTQ: torch.Tensor, keys_BSK: torch.Tensor) -> torch.Tensor:
         """fp32 scores [B, T, S] of the remembered keys, not masked."""
         q_BTIK = self.wq_b(c_BTQ).unflatten(-1, (self.heads, self.head_dim))
-        wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        weight_BTI = F.linear(x_BTD.to(wide), self.weights_proj.weight.to(wide)) * self.heads**-0.5
+        weight_BTI = self.weights_proj(x_BTD) * self.heads**-0.5
         return index_scores(q_BTIK, keys_BSK, weight_BTI)
 
 

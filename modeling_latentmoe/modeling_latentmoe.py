@@ -14,8 +14,10 @@ Legend: B batch, T tokens, D model width, V vocabulary, E experts, I images.
 
 import copy
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +29,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from .attn_residual import mix
+from .attn_residual import ResidualNorm, ResidualProjection, mix
 from .cache import CACHE_ARGUMENT, LatentMoECache, check_cache
 from .configuration_latentmoe import INDEXED, LINEAR, LatentMoEConfig, LatentMoETextConfig
-from .conversion import check_checkpoint, packed_converters
+from .conversion import check_checkpoint, check_values, lazy_tensors, packed_converters, read_as_needed
 from .documents import PADDING, Documents
 from .kda import GatedHeadNorm, KimiDeltaAttention, ShortConvolution
 from .layers import MLP, RMSNorm
 from .mla import GatedLatentAttention
 from .moe import Experts, LatentMoE, Router
 from .mxfp4 import assert_packed
+from .saving import staged
 from .vision import PositionEmbedding, Projector, VisionTower
 
 # Routing and key selection are decisions: a recomputed one could differ by a rounding and change the graph.
@@ -95,10 +98,10 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
             self.mlp = MLP(D, config.intermediate_size, config)
         self.input_layernorm = RMSNorm(D, eps)
         self.post_attention_layernorm = RMSNorm(D, eps)
-        self.self_attention_res_norm = RMSNorm(D, eps)
-        self.self_attention_res_proj = nn.Linear(D, 1, bias=False)
-        self.mlp_res_norm = RMSNorm(D, eps)
-        self.mlp_res_proj = nn.Linear(D, 1, bias=False)
+        self.self_attention_res_norm = ResidualNorm(D, eps)
+        self.self_attention_res_proj = ResidualProjection(D)
+        self.mlp_res_norm = ResidualNorm(D, eps)
+        self.mlp_res_proj = ResidualProjection(D)
 
     def forward(self, stream_BTD, snapshots, index, documents: Documents, cache=None):
         """stream: [B, T, D]; snapshots: tuple of [B, T, D]; index: keys chosen by the last full indexer, or None.
@@ -162,7 +165,8 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std)
             init.zeros_(module.e_score_correction_bias)
         elif isinstance(module, Experts):
-            if not getattr(module.down_proj, "_is_hf_initialized", False):
+            # A stack that is offloaded to disk is on the meta device here.
+            if not (module.down_proj.is_meta or getattr(module.down_proj, "_is_hf_initialized", False)):
                 module.reset_parameters(std)
         elif isinstance(module, PositionEmbedding):
             init.normal_(module.weight, std=std)
@@ -173,13 +177,46 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
         if state_dict is not None:
             raise ValueError("state_dict: not supported, save it as a checkpoint folder and load that")
         quantized = load_config.hf_quantizer is not None
+        shards = {}
         # The same method loads adapters, which are a few tensors of their own.
         if checkpoint_files and not model._hf_peft_config_loaded:
-            check_checkpoint(model, checkpoint_files, packed=quantized)
-        info = PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+            shards = check_checkpoint(model, checkpoint_files, packed=quantized)
+            # Memory-mapped files, as transformers opens them, all stay in memory until the last one is read.
+            state_dict = lazy_tensors(checkpoint_files)
+        with read_as_needed():
+            info = PreTrainedModel._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, *args, **kwargs
+            )
+        if shards:
+            check_values(model, shards)
         if quantized and model.config.get_text_config().packed_experts:
             assert_packed(model)
         return info
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        variant: str | None = None,
+        distributed_checkpoint: bool = False,
+        **kwargs,
+    ) -> None:
+        """`PreTrainedModel.save_pretrained` in one step: a kill or a full disk leaves the old checkpoint (saving.py).
+
+        Only `distributed_checkpoint`, into which every process writes its part, goes straight to the folder.
+        """
+        kwargs |= {"is_main_process": is_main_process, "variant": variant}
+        if distributed_checkpoint or not self.should_save_on_this_rank(is_main_process):
+            options = {"push_to_hub": push_to_hub, "distributed_checkpoint": distributed_checkpoint}
+            super().save_pretrained(save_directory, **options, **kwargs)
+            return
+        folder = Path(save_directory)
+        if push_to_hub:
+            kwargs = {"push_to_hub": True, "repo_id": folder.name} | kwargs
+        stem = "adapter_model" if self._hf_peft_config_loaded else "model"
+        with staged(folder, stem, variant) as stage:
+            super().save_pretrained(stage, **kwargs)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs
@@ -212,8 +249,8 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         D = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, D, config.pad_token_id)
         self.layers = nn.ModuleList(LatentMoEDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.output_attn_res_norm = RMSNorm(D, config.rms_norm_eps)
-        self.output_attn_res_proj = nn.Linear(D, 1, bias=False)
+        self.output_attn_res_norm = ResidualNorm(D, config.rms_norm_eps)
+        self.output_attn_res_proj = ResidualProjection(D)
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.gradient_checkpointing = False
         if config.packed_experts:

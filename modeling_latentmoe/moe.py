@@ -58,12 +58,16 @@ class Experts(LogicalShapes, nn.Module):
 
     With `config.packed_experts` both are frozen MXFP4 bytes, uint8 [..., in / 2], beside `gate_up_scale` and
     `down_scale`, uint8 [..., in / 32].
+
+    `owned`: the ids of the experts that the stacks hold, all of them unless `restrict` was called. The others add
+    zero to the result here; the ranks of expert parallelism hold them and the sum over ranks is the whole.
     """
 
     def __init__(self, config: LatentMoETextConfig):
         super().__init__()
         self.config = config
         experts, width, hidden = config.num_experts, config.expert_hidden_size, config.moe_intermediate_size
+        self.owned = range(experts)
         self.logical_shapes = {
             "gate_up": torch.Size((experts, 2 * hidden, width)),
             "down": torch.Size((experts, width, hidden)),
@@ -74,6 +78,15 @@ class Experts(LogicalShapes, nn.Module):
                 setattr(self, f"{stem}_scale", _empty_bytes(*shape[:2], shape[2] // MXFP4_GROUP))
             else:
                 setattr(self, f"{stem}_proj", nn.Parameter(torch.empty(shape)))
+
+    def restrict(self, owned: range) -> None:
+        """Hold only the experts `owned`, a part of those held now; do this before anything refers to the parameters."""
+        here = slice(owned.start - self.owned.start, owned.stop - self.owned.start)
+        for stem, shape in self.logical_shapes.items():
+            self.logical_shapes[stem] = torch.Size((len(owned), *shape[1:]))
+        for name, param in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(param.detach()[here].clone(), requires_grad=param.requires_grad))
+        self.owned = owned
 
     @torch.no_grad()
     def reset_parameters(self, std: float) -> None:
@@ -99,9 +112,12 @@ class Experts(LogicalShapes, nn.Module):
         weights_TS: torch.Tensor,
         adapters: dict[str, tuple[LowRank, ...]],
     ) -> torch.Tensor:
-        """Weighted sum of the chosen experts, [T, L]. adapters: low-rank terms of "gate_up" and "down"."""
+        """Weighted sum of the chosen experts that are held here, [T, L].
+
+        adapters: low-rank terms of "gate_up" and "down".
+        """
         gate_up, down = self._matrices("gate_up", adapters), self._matrices("down", adapters)
-        return expert_mlp(x_TL, ids_TS, weights_TS, gate_up, down, self.config)
+        return expert_mlp(x_TL, ids_TS - self.owned.start, weights_TS, gate_up, down, self.config)
 
 
 def _empty_bytes(*shape: int) -> nn.Parameter:

@@ -80,12 +80,17 @@ class DecodeExperts(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict, source_patterns, target_patterns, model, full_layer_name, **kwargs):
-        dtype = model.get_parameter(full_layer_name).dtype
-        stacks = []
-        for packed_pattern, scale_pattern in zip(source_patterns[0::2], source_patterns[1::2], strict=True):
+        target = model.get_parameter(full_layer_name)
+        stack = torch.empty(target.shape, dtype=target.dtype)
+        patterns = list(zip(source_patterns[0::2], source_patterns[1::2], strict=True))
+        height = target.shape[1] // len(patterns)
+        for number, (packed_pattern, scale_pattern) in enumerate(patterns):
             pairs = zip(input_dict.pop(packed_pattern), input_dict.pop(scale_pattern), strict=True)
-            stacks.append(torch.stack([decode(p, s, dtype) for p, s in pairs]))
-        return {target_patterns[0]: torch.cat(stacks, dim=1)}
+            place = slice(number * height, (number + 1) * height)
+            # Expert by expert into place: a layer's floats exist once.
+            for expert, (packed, scale) in enumerate(pairs):
+                stack[expert, place] = decode(packed, scale, target.dtype)
+        return {target_patterns[0]: stack}
 
     @property
     def reverse_op(self) -> ConversionOps:

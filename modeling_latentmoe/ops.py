@@ -386,21 +386,26 @@ def expert_mlp(
 
     gate_up: [E, 2F, L], gate rows first; down: [E, L, F]; `config` names the activation. Every expert's output is
     rounded to the dtype of x; the sum over the slots S is taken in fp32 in their order and rounded once, so it does
-    not change from run to run.
+    not change from run to run. A slot whose id is not in 0 .. E - 1 chose an expert that is not held here: it adds
+    zero, and no gradient flows to it.
     """
     tokens, slots = ids_TS.shape
-    order_R = ids_TS.flatten().argsort(stable=True)
-    counts_E = torch.bincount(ids_TS.flatten(), minlength=gate_up.weight.shape[0])
+    experts = gate_up.weight.shape[0]
+    # Slots of experts that are not held here sort behind all others and are cut off.
+    ids_R = torch.where((ids_TS >= 0) & (ids_TS < experts), ids_TS, experts).flatten()
+    counts_E = torch.bincount(ids_R, minlength=experts + 1)[:experts]
     # Every expert's rows start at a multiple of ROW_TILE, zeros between: see there.
     tiled_E = (counts_E + ROW_TILE - 1) // ROW_TILE * ROW_TILE
     gap_E = (tiled_E - counts_E).cumsum(0) - (tiled_E - counts_E)
-    place_R = torch.arange(len(order_R), device=order_R.device) + gap_E[ids_TS.flatten()[order_R]]
-    counts = tiled_E.tolist()
+    counts, rows = tiled_E.tolist(), int(counts_E.sum())
+    order_R = ids_R.argsort(stable=True)[:rows]
+    place_R = torch.arange(rows, device=order_R.device) + gap_E[ids_R[order_R]]
     # Indexing a view with one row per slot: its backward writes every row once and sums over the slots in fp32.
     # Indexing tokens would add up the slots of a token in the activation dtype, on GPUs in any order.
     x_RL = x_TL.unsqueeze(1).expand(-1, slots, -1)[order_R // slots, order_R % slots]
     x_RL = x_RL.new_zeros(sum(counts), x_RL.shape[1]).index_copy(0, place_R, x_RL)
     gate_RF, up_RF = grouped_linear(x_RL, gate_up, counts).chunk(2, dim=-1)
     y_RL = grouped_linear(glu(gate_RF, up_RF, config), down, counts)
-    y_TSL = y_RL[place_R[order_R.argsort()]].unflatten(0, (tokens, slots))
+    y_TSL = y_RL.new_zeros(tokens * slots, y_RL.shape[1]).index_copy_(0, order_R, y_RL[place_R])
+    y_TSL = y_TSL.unflatten(0, (tokens, slots))
     return (_wide(y_TSL) * _wide(weights_TS).unsqueeze(-1)).sum(1).to(x_TL.dtype)

@@ -74,17 +74,22 @@ class PositionEmbedding(nn.Module):
         return torch.cat(rows)
 
 
+class PatchProjection(nn.Conv2d):
+    """[P, 3, patch, patch] -> [P, D]: a convolution over one window is a matrix product, and far faster as one."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return F.linear(pixel_values.flatten(1), self.weight.flatten(1))
+
+
 class PatchEmbed(nn.Module):
     def __init__(self, config: LatentMoEVisionConfig) -> None:
         super().__init__()
         size = config.patch_size
-        self.proj = nn.Conv2d(3, config.vt_hidden_size, size, stride=size, bias=False)
+        self.proj = PatchProjection(3, config.vt_hidden_size, size, stride=size, bias=False)
         self.pos_emb = PositionEmbedding(config)
 
     def forward(self, pixel_values: Tensor, grids: list[tuple[int, int, int]]) -> Tensor:
-        # A convolution over one window is a matrix product, at which convolution kernels are far slower.
-        x_PD = F.linear(pixel_values.flatten(1), self.proj.weight.flatten(1))
-        return x_PD + self.pos_emb(grids)
+        return self.proj(pixel_values) + self.pos_emb(grids)
 
 
 class VisionMLP(nn.Module):

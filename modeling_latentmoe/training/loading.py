@@ -1,7 +1,8 @@
 """Load a model and its processor through the Auto classes, safely when several processes start at once."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -9,7 +10,6 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
-    AutoModelForImageTextToText,
     AutoProcessor,
     PreTrainedModel,
     ProcessorMixin,
@@ -18,6 +18,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.hub import HF_MODULES_CACHE
 
 import modeling_latentmoe
+from modeling_latentmoe.training.sources import RemoteFiles, fetch_small_files, header_files, is_url
+from modeling_latentmoe.training.streaming import check_shares, streamed
 
 # the trained tiny model that comes with the package
 _TINY = Path(modeling_latentmoe.__file__).parent / "tiny"
@@ -39,26 +41,51 @@ def remote_code_lock() -> Iterator[None]:
 
 
 def load_processor(model: str) -> ProcessorMixin:
-    """The processor of `model` (a local folder or a Hub id), its code fetched under the lock."""
+    """The processor of `model` (a local folder, a Hub id or a URL), its code fetched under the lock."""
     with remote_code_lock():
-        return AutoProcessor.from_pretrained(model, trust_remote_code=True)
+        return AutoProcessor.from_pretrained(_local(model), trust_remote_code=True)
 
 
-def load_model(model: str, dtype: str) -> PreTrainedModel:
-    """The image-text-to-text model of `model` (a local folder or a Hub id) in "fp32" or "bf16".
+def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1) -> PreTrainedModel:
+    """The image-text-to-text model of `model` (a local folder, a Hub id or a URL) in "fp32" or "bf16".
 
-    Only the code is fetched under the lock; the weights are read by all processes at the same time.
-    Raises ValueError or OSError, in one line that names the file, for a checkpoint that is not whole.
+    With an expert-parallel degree n above 1 this process, rank r, holds and reads experts [r * E / n, (r + 1) * E / n)
+    of every layer only. So read, range by range, are also checkpoints that do not fit in memory and those at a URL,
+    such as s3://bucket/folder or https://host/folder. Only the code is fetched under the lock; the weights are read
+    by all processes at the same time. Raises ValueError or OSError, in one line that names the file, for a checkpoint
+    that is not whole or a degree that does not divide the number of experts.
     """
+    remote = RemoteFiles(model) if is_url(model) else None
     with remote_code_lock():
-        config = AutoConfig.from_pretrained(model, trust_remote_code=True)
+        place = _local(model)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=True)
         reference = getattr(config, "auto_map", {}).get("AutoModelForImageTextToText")
-        if reference is not None:
-            get_class_from_dynamic_module(reference, model)
-    try:
-        return AutoModelForImageTextToText.from_pretrained(model, trust_remote_code=True, dtype=DTYPES[dtype])
-    except SafetensorError as error:
-        raise OSError(f"{broken_shard(model)}: the file is damaged or cut short ({error})") from error
+        if reference is None:
+            raise ValueError(f"{model}/config.json: auto_map has no AutoModelForImageTextToText to load")
+        cls = get_class_from_dynamic_module(reference, place)
+    check_shares(config, ep_rank, ep_degree)
+    streaming = streamed(cls, ep_rank, ep_degree, remote)
+    with header_files(remote, Path(place)) if remote else nullcontext(place) as folder:
+        try:
+            loaded = streaming.from_pretrained(folder, config=config, dtype=DTYPES[dtype])
+        except SafetensorError as error:
+            raise OSError(f"{broken_shard(model)}: the file is damaged or cut short ({error})") from error
+        except (ValueError, OSError) as error:
+            # the user knows the URL, not the local folder that stands for it
+            if remote is None:
+                raise
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(str(error).replace(str(folder), remote.place)) from error
+    loaded.__class__ = cls
+    loaded.config.name_or_path = model
+    unfilled = [name for name, tensor in chain(loaded.named_parameters(), loaded.named_buffers()) if tensor.is_meta]
+    assert not unfilled, unfilled
+    return loaded
+
+
+def _local(model: str) -> str:
+    """Where to read all but the weights: `model` itself, or the copy of a URL's small files."""
+    return str(fetch_small_files(RemoteFiles(model))) if is_url(model) else model
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

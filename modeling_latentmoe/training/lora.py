@@ -22,6 +22,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 DENSE_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"),
@@ -35,6 +36,8 @@ PROJECTOR_TARGETS = ("mm_projector.proj.0", "mm_projector.proj.2")
 # stack
 PROTECTED = {"mm_projector", "indexer", "lm_head", "experts"}
 BASE_FILE = "base_model.json"
+# these weights, by their first rows, differ between two models of the same config, merged and fine-tuned ones included
+FINGERPRINT = re.compile(r"language_model\.model\.(norm|layers\.\d+\.self_attn\.o_proj)\.weight$")
 # config fields that do not change which model it is
 VOLATILE = {
     "_name_or_path",
@@ -199,19 +202,30 @@ def weights(parameter: nn.Parameter) -> int:
 
 
 def base_identity(model: nn.Module, name: str) -> dict[str, str]:
-    """What tells one base model from another: its name, and a digest of its config and of its last norm's
-    weights.
+    """What tells one base model from another: its name, and the digest of its config and of some of its weights."""
+    rows = {name: first_row(p) for name, p in model.named_parameters() if FINGERPRINT.search(name)}
+    return {"base_model": name, "digest": base_digest(model.config, rows)}
 
-    Neither the dtype of the weights nor packed or unpacked experts change the digest.
+
+def first_row(weight: Tensor) -> Tensor:
+    return weight.detach().view(-1, weight.shape[-1])[0]
+
+
+def base_digest(config: PreTrainedConfig, rows: dict[str, Tensor]) -> str:
+    """Digest of a config and of the first rows of the weights that match FINGERPRINT, by name.
+
+    Neither the dtype of the weights nor packed or unpacked experts change it. ValueError where no row is given.
     """
-    config = model.config.to_dict()
-    for part in (config, config.get("text_config", {}), config.get("vision_config") or {}):
+    if not rows:
+        raise ValueError(f"the base model has no weight whose name matches {FINGERPRINT.pattern}")
+    fields = config.to_dict()
+    for part in (fields, fields.get("text_config", {}), fields.get("vision_config") or {}):
         for field in VOLATILE:
             part.pop(field, None)
-    norm = next(p for n, p in model.named_parameters() if n.endswith("language_model.model.norm.weight"))
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    digest.update(norm.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return {"base_model": name, "digest": digest.hexdigest()}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
+    for _, row in sorted(rows.items()):
+        digest.update(row.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> PeftModel:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modeling_latentmoe import ops
-from modeling_latentmoe.attn_residual import mix
+from modeling_latentmoe.attn_residual import ResidualNorm, ResidualProjection, mix
 from modeling_latentmoe.configuration_latentmoe import LatentMoETextConfig
 from modeling_latentmoe.documents import Documents
 from modeling_latentmoe.layers import RMSNorm
@@ -124,9 +124,9 @@ def test_gradients_of_sources_and_score() -> None:
 # Weights of the two modules.
 
 
-def make_weights(dtype: torch.dtype = torch.float32, eps: float = 1e-3) -> tuple[nn.Linear, RMSNorm]:
+def make_weights(dtype: torch.dtype = torch.float32, eps: float = 1e-3) -> tuple[ResidualProjection, ResidualNorm]:
     torch.manual_seed(3)
-    proj, norm = nn.Linear(D, 1, bias=False), RMSNorm(D, eps)
+    proj, norm = ResidualProjection(D), ResidualNorm(D, eps)
     with torch.no_grad():
         norm.weight.copy_(1 + 0.5 * torch.randn(D))
     return proj.to(dtype), norm.to(dtype)

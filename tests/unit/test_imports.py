@@ -40,9 +40,11 @@ TRAINING_IMPORTS = {
         "accelerate",
         "datasets",
         "filelock",
+        "fsspec",
         "matplotlib",
         "modeling_latentmoe",
         "peft",
+        "psutil",
         "tokenizers",
         "tqdm",
         "yaml",
@@ -63,6 +65,7 @@ NON_PUBLIC = {
     "transformers.quantizers.base.HfQuantizer": "base class of that quantizer",
     "transformers.utils.generic.can_return_tuple": "`return_dict=False`",
     "transformers.utils.hub.HF_MODULES_CACHE": "where the lock lives",
+    "transformers.utils.loading_report.LoadStateDictInfo": "what a streaming load reports to `from_pretrained`",
 }
 
 

@@ -232,8 +232,19 @@ def test_identity_ignores_dtype_and_packing() -> None:
     identity = lora.base_identity(model, "x")
     assert lora.base_identity(copy.deepcopy(model).bfloat16(), "x") == identity
     dense = small_model(packed=False)
-    dense.language_model.model.norm.load_state_dict(model.language_model.model.norm.state_dict())
+    others = {name: p for name, p in model.state_dict().items() if ".experts." not in name}
+    dense.load_state_dict(others, strict=False)
     assert lora.base_identity(dense, "x") == identity
+
+
+def test_identity_of_a_fine_tuned_base_is_another() -> None:
+    """A merge leaves config and norms as they were: an adapter of the merged model must not fit the first one."""
+    model = small_model()
+    identity = lora.base_identity(model, "x")
+    layer = model.language_model.model.layers[3]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.mul_(1.01)
+    assert lora.base_identity(model, "x") != identity
 
 
 @pytest.mark.parametrize("fault", ["missing tensor", "extra tensor", "shape", "no config", "no file"])

@@ -1,0 +1,127 @@
+"""Is a folder a whole checkpoint? Answered by its config, its index and the headers of its shards, without weights."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from modeling_latentmoe.configuration_latentmoe import RELEASED_MODEL_TYPE, LatentMoEConfig
+from modeling_latentmoe.conversion import Fault, index_path, survey_checkpoint
+from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
+from modeling_latentmoe.tokenization_latentmoe import VOCAB_FILE
+
+# What a released snapshot has beside config and weights, as far as it is read here.
+PROCESSOR_FILES = ("preprocessor_config.json", "tokenizer_config.json", VOCAB_FILE)
+
+
+class Report(NamedTuple):
+    """All that is wrong with a folder, the names of its weight files, and how much they hold."""
+
+    faults: list[Fault]
+    shards: list[str]
+    tensors: int
+    nbytes: int
+
+
+def check_folder(folder: Path) -> Report:
+    """Compare every tensor in the headers of a checkpoint with what its config implies, and with its index.
+
+    Raises ValueError where nothing can be compared: no folder, no config, no weights, a damaged index.
+    """
+    config = read_config(folder)
+    files = weight_files(folder)
+    with torch.device("meta"):
+        model = LatentMoEForConditionalGeneration(config)
+    faults, found, nbytes, index = survey_checkpoint(model, files, config.packed_experts)
+    if not faults and index.total_size not in (None, nbytes):
+        faults.append(
+            Fault(f"{index_path(files[0]).name}: total_size is {index.total_size}, the tensors have {nbytes}")
+        )
+    if len(files) > 1 and not index.shards:
+        faults.append(Fault(f"{index_path(files[0]).name} is missing"))
+    if is_released(folder):
+        faults += [Fault(f"{name} is missing") for name in PROCESSOR_FILES if not (folder / name).is_file()]
+    return Report(faults, [file.name for file in files], len(found), nbytes)
+
+
+def is_released(folder: Path) -> bool:
+    """Whether the config of a checkpoint has the released form, not the one that this package writes."""
+    return _read_json(folder / "config.json").get("model_type") == RELEASED_MODEL_TYPE
+
+
+def read_config(folder: Path) -> LatentMoEConfig:
+    """The config of a checkpoint; ValueError unless there is one, of this architecture."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    path = folder / "config.json"
+    model_type = _read_json(path).get("model_type")
+    if model_type not in (RELEASED_MODEL_TYPE, LatentMoEConfig.model_type):
+        raise ValueError(
+            f"{path}: model_type is {model_type!r}, expected {RELEASED_MODEL_TYPE!r} or {LatentMoEConfig.model_type!r}"
+        )
+    return LatentMoEConfig.from_pretrained(folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files that are in a checkpoint's folder; ValueError if there are none."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        pickles = sorted(file.name for kind in ("bin", "pt", "pth") for file in folder.glob(f"*.{kind}"))
+        why = f" ({', '.join(pickles)}: pickles can run code and are not read)" if pickles else ""
+        raise ValueError(f"{folder} holds no safetensors files{why}")
+    return files
+
+
+def summarize(faults: list[Fault]) -> list[str]:
+    """The faults in few lines: names that differ in one part and have the same fault are written as one.
+
+    `layers.7.experts.0-895.w1|w2|w3.weight_scale is missing (2688 tensors)` stands for all those names and no other.
+    """
+    lines = [str(fault) for fault in faults if fault.tensor is None]
+    kinds: dict[tuple[str, int], dict[tuple[str, ...], list[Fault]]] = {}
+    for fault in faults:
+        if fault.tensor is not None:
+            parts = tuple(fault.tensor.split("."))
+            kinds.setdefault((fault.what, len(parts)), {}).setdefault(parts, []).append(fault)
+    for (what, depth), groups in kinds.items():
+        for axis in reversed(range(depth)):
+            groups = _merged(groups, axis)
+        for parts, members in groups.items():
+            files = {fault.file for fault in members}
+            line = str(Fault(what, ".".join(parts), members[0].file if len(files) == 1 else None))
+            count = f" ({len(members)} tensors{f' in {len(files)} files' if len(files) > 1 else ''})"
+            lines.append(line + (count if len(members) > 1 else ""))
+    return lines
+
+
+def _merged(groups: dict[tuple[str, ...], list[Fault]], axis: int) -> dict[tuple[str, ...], list[Fault]]:
+    """Faults by the parts of their name; names that are the same but for the part `axis` become one."""
+    alike: dict[tuple, tuple[list[str], list[Fault]]] = {}
+    for parts, members in groups.items():
+        values, faults = alike.setdefault((parts[:axis], parts[axis + 1 :]), ([], []))
+        values.append(parts[axis])
+        faults.extend(members)
+    return {(*before, _span(values), *after): faults for (before, after), (values, faults) in alike.items()}
+
+
+def _span(values: list[str]) -> str:
+    """["0", "1", "2", "7"] -> "0-2,7"; words are put side by side."""
+    if not all(value.isdecimal() for value in values):
+        return "|".join(sorted(values))
+    spans: list[list[int]] = []
+    for number in sorted(map(int, values)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
