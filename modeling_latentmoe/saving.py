@@ -25,7 +25,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from .conversion import read_index
+from .headers import read_index
 
 STAGE = "saving.partial"
 

@@ -32,10 +32,10 @@ import transformers
 
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
-from modeling_latentmoe.training.checkpoint import write_text
+from modeling_latentmoe.training.commands import Parser, run_command
+from modeling_latentmoe.training.files import write_text
 from modeling_latentmoe.training.loading import SHIPPED_MODEL, load_model
 from modeling_latentmoe.training.lora import add_adapter
-from modeling_latentmoe.training.monitor import report_error
 from modeling_latentmoe.training.overlay import make_overlay
 from modeling_latentmoe.training.rehearsal import chosen, write_snapshot
 from modeling_latentmoe.training.streaming import planned_reads, restrict_experts
@@ -230,7 +230,7 @@ def with_tables(text: str, records: list[dict[str, Any]]) -> str:
 
 
 def bench(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run in (("shares", shares), ("layers", layers)):
         command = commands.add_parser(name, help=run.__doc__)
@@ -261,12 +261,7 @@ def bench(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        bench(argv)
-    except (ValueError, OSError, FloatingPointError) as error:
-        report_error(error)
-        return 2
-    return 0
+    return run_command(bench, argv)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,16 @@ the model's config.json alone, that every tensor lands on a module of the releas
 Every mistake in the input ends it with one line and exit code 2.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.export import check, export
-from modeling_latentmoe.training.monitor import report_error
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def export_adapter(argv: Sequence[str]) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("adapter", type=Path, help="adapter folder, for example the output of scripts/lora.py")
     parser.add_argument("out", type=Path, nargs="?", help="folder to write; must not exist")
     parser.add_argument("--check", action="store_true", help="write nothing, compare the adapter with --model")
@@ -47,12 +40,7 @@ def export_adapter(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        export_adapter(argv)
-    except (ValueError, OSError, KeyboardInterrupt) as error:
-        report_error(error)
-        return 2
-    return 0
+    return run_command(export_adapter, argv)
 
 
 if __name__ == "__main__":

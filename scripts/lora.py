@@ -28,7 +28,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import set_seed
 
 from modeling_latentmoe.mxfp4 import storage_report
-from modeling_latentmoe.training import checkpoint, data, lora, monitor
+from modeling_latentmoe.training import checkpoint, data, files, lora, monitor
 from modeling_latentmoe.training.arguments import option
 from modeling_latentmoe.training.evaluate import evaluate
 from modeling_latentmoe.training.flops import forward_flops_per_token
@@ -302,7 +302,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             thinking=args.thinking,
             command=command,
         )
-        checkpoint.write_text(output / "README.md", card)
+        files.write_text(output / "README.md", card)
         print(f"adapter, metrics, picture and model card are in {output}")
         if args.push_to_hub:
             print(f"uploaded to {checkpoint.push(output, args.push_to_hub)}")

@@ -10,24 +10,17 @@ large the delta was, how far rounding moved it, and for MXFP4 the bound of that 
 Every mistake in the input ends it with one line and exit code 2.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.lora import BASE_FILE
 from modeling_latentmoe.training.merge import REPORT_FILE, merge
-from modeling_latentmoe.training.monitor import report_error
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def merge_adapter(argv: Sequence[str]) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("base", type=Path, help="checkpoint folder")
     parser.add_argument("adapter", type=Path, help="adapter folder, for example the output of scripts/lora.py")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
@@ -49,12 +42,7 @@ def merge_adapter(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        merge_adapter(argv)
-    except (ValueError, OSError, KeyboardInterrupt) as error:
-        report_error(error)
-        return 2
-    return 0
+    return run_command(merge_adapter, argv)
 
 
 if __name__ == "__main__":

@@ -14,21 +14,14 @@ The second one checks the same and makes a folder with code, config, processor a
 The download is never written to and has to stay where it is. What is wrong ends it with exit code 2.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from modeling_latentmoe.training.monitor import report_error
+from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.overlay import check_overlay, make_overlay
 from modeling_latentmoe.training.preflight import Report, check_folder, summarize
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def check(folder: Path) -> Report:
@@ -47,11 +40,7 @@ def check(folder: Path) -> Report:
 
 
 def overlay(argv: Sequence[str]) -> None:
-    parser = Parser(
-        usage="overlay.py --check FOLDER | overlay.py SNAPSHOT OUT",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(__doc__, usage="overlay.py --check FOLDER | overlay.py SNAPSHOT OUT")
     parser.add_argument("snapshot", type=Path, metavar="SNAPSHOT", help="folder of the download")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder to make; must be new or empty")
     parser.add_argument("--check", action="store_true", help="only check SNAPSHOT")
@@ -67,12 +56,7 @@ def overlay(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        overlay(argv)
-    except (ValueError, OSError, ImportError) as error:
-        report_error(error)
-        return 2
-    return 0
+    return run_command(overlay, argv)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,14 @@ The first command writes the complete Kimi-K3 (96 shards, 497,220 tensors, 1.56 
 The second one also gives layers 0 to 3 real random bytes: all but the routed experts, and of these the first 14.
 """
 
-import argparse
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
-from modeling_latentmoe.training.monitor import report_error
+from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.rehearsal import chosen, write_snapshot
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def numbers(text: str) -> list[int]:
@@ -31,7 +24,7 @@ def numbers(text: str) -> list[int]:
 
 
 def rehearse(argv: Sequence[str]) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("config", type=Path, help="config.json of the model, which is copied")
     parser.add_argument("folder", type=Path, help="where to write the snapshot; must not exist")
     parser.add_argument("--layers", type=numbers, default=[], metavar="0-3,7", help="layers that get random bytes")
@@ -47,12 +40,7 @@ def rehearse(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        rehearse(argv)
-    except (ValueError, OSError) as error:
-        report_error(error)
-        return 2
-    return 0
+    return run_command(rehearse, argv)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from modeling_latentmoe.training.files import TEMPORARY, write_text
 from modeling_latentmoe.training.lora import BASE_FILE
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", BASE_FILE)
 RUN_FILES = (*ADAPTER_FILES, "README.md", "run.yaml", "metrics.jsonl", "training.png")
-TEMPORARY = ".partial"
 # a resumed run may differ from the interrupted one in these alone
 FREE_ON_RESUME = {
     "resume",
@@ -45,13 +45,6 @@ FREE_ON_RESUME = {
     "keep",
     "traceback",
 }
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file in one step: under a temporary name, then renamed."""
-    partial = path.with_name(path.name + TEMPORARY)
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, resume: bool) -> Path | None:

@@ -19,8 +19,9 @@ from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.conversion import FLOAT_LEAVES, MATRICES, expected_tensors
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.training.factors import CONFIG_FILE, WEIGHTS_FILE, Adapter, list_faults
+from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.lora import BASE_FILE, EXPERT_TARGETS, read_json
-from modeling_latentmoe.training.shards import STORED_NAMES, new_folder, write_header, write_tensor
+from modeling_latentmoe.training.shards import STORED_NAMES, write_header, write_tensor
 
 
 def export(folder: Path, out: Path) -> int:

@@ -19,7 +19,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
-from modeling_latentmoe.conversion import EXPERTS, MATRICES, SHOWN_FAULTS, StoredTensor, read_header
+from modeling_latentmoe.conversion import EXPERTS, MATRICES, SHOWN_FAULTS
+from modeling_latentmoe.headers import StoredTensor, read_header
 from modeling_latentmoe.training.lora import check_files, ends_in_any, read_json
 from modeling_latentmoe.training.shards import read_tensor
 from modeling_latentmoe.training.streaming import STORED_DTYPES

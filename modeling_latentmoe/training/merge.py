@@ -29,23 +29,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from modeling_latentmoe.configuration_latentmoe import MXFP4_GROUP, LatentMoEConfig
-from modeling_latentmoe.conversion import (
-    DTYPE_BYTES,
-    FLOAT_DTYPES,
-    FLOAT_LEAVES,
-    PACKED_LEAVES,
-    StoredTensor,
-    read_header,
-    read_index,
-)
+from modeling_latentmoe.conversion import FLOAT_DTYPES, FLOAT_LEAVES, PACKED_LEAVES
+from modeling_latentmoe.headers import DTYPE_BYTES, StoredTensor, read_header, read_index
 from modeling_latentmoe.mxfp4 import decode, encode
 from modeling_latentmoe.training.factors import EXPERT, Adapter, list_faults
+from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.lora import BASE_FILE, FINGERPRINT, base_digest, read_json
 from modeling_latentmoe.training.shards import (
     Layout,
     copy_tensor,
     data_bytes,
-    new_folder,
     read_tensor,
     write_header,
     write_tensor,

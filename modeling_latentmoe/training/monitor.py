@@ -4,17 +4,16 @@ errors."""
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from modeling_latentmoe.training.arguments import parse
-from modeling_latentmoe.training.checkpoint import TEMPORARY, write_text
+from modeling_latentmoe.training.commands import report_error
+from modeling_latentmoe.training.files import TEMPORARY, write_text
 
 T = TypeVar("T")
 BAR = "{percentage:3.0f}%|{bar:24}| {desc} [{elapsed}<{remaining}]"
@@ -214,20 +213,3 @@ def run_script(
         report_error(error)
         return 2
     return 0
-
-
-def report_error(error: BaseException) -> None:
-    """Print one line to stderr; where several processes fail with the same mistake, only the first one
-    speaks."""
-    if first_to_speak(os.environ):
-        text = " ".join(str(error).split()) or "interrupted, nothing was saved since the last checkpoint"
-        print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def first_to_speak(environment: Mapping[str, str]) -> bool:
-    """Whether this process is the first of its launch to ask, by a counter in the launcher's own store."""
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("WORLD_SIZE", "1") == "1":
-        return True
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    store = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20))
-    return store.add("latentmoe/errors", 1) == 1

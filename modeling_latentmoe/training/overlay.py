@@ -1,16 +1,15 @@
 """A folder that loads a downloaded release here: our code, config and processor, and links to its weights."""
 
-import os
 import shutil
 from pathlib import Path
 
 import modeling_latentmoe
-from modeling_latentmoe.conversion import index_path
+from modeling_latentmoe.headers import index_path
 from modeling_latentmoe.image_processing_latentmoe import LatentMoEImageProcessor
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForCausalLM, LatentMoEForConditionalGeneration
 from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
 from modeling_latentmoe.tokenization_latentmoe import LatentMoETokenizer
-from modeling_latentmoe.training.checkpoint import TEMPORARY
+from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.preflight import is_released, read_config
 
 
@@ -30,18 +29,11 @@ def make_overlay(snapshot: Path, shards: list[str], out: Path) -> None:
     It appears when it is complete. Links are absolute: the snapshot has to stay where it is.
     """
     check_overlay(snapshot, out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + TEMPORARY)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with new_folder(out) as partial:
         write_config(snapshot, partial)
         write_processor(snapshot, partial)
         copy_code(partial)
         link_weights(snapshot, shards, partial)
-        os.replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_config(snapshot: Path, folder: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from modeling_latentmoe.configuration_latentmoe import RELEASED_MODEL_TYPE, LatentMoEConfig
-from modeling_latentmoe.conversion import Fault, index_path, survey_checkpoint
+from modeling_latentmoe.conversion import Fault, survey_checkpoint
+from modeling_latentmoe.headers import index_path
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import VOCAB_FILE
 

@@ -26,10 +26,12 @@ from tqdm import tqdm
 
 from modeling_latentmoe import chat_latentmoe as chat
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
-from modeling_latentmoe.conversion import BYTES, DTYPE_BYTES, StoredTensor, expected_tensors, read_header
+from modeling_latentmoe.conversion import BYTES, expected_tensors
+from modeling_latentmoe.headers import DTYPE_BYTES, StoredTensor, read_header
 from modeling_latentmoe.image_processing_latentmoe import KIMI_K3_MEDIA_PROC_CFG
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import RESERVED_TOKENS, VOCAB_FILE
+from modeling_latentmoe.training.shards import Layout, data_bytes, write_header
 
 # Values that are drawn and written at a time.
 CHUNK = 1 << 24
@@ -47,9 +49,6 @@ SPECIAL_TOKENS = {
 }
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-
-# Tensor name -> its dtype in safetensors words and its shape, in the order of a file.
-Shard = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def write_snapshot(
@@ -71,7 +70,7 @@ def write_snapshot(
     for name, shard in shards.items():
         write_holes(folder / name, shard)
         weight_map |= dict.fromkeys(shard, name)
-        total += sum(math.prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in shard.values())
+        total += data_bytes(shard)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     fill_holes([folder / name for name in shards], config, fill, seed)
@@ -89,7 +88,7 @@ def chosen(layers: list[int], experts: list[int], rest: bool) -> Callable[[str],
     return fill
 
 
-def shards_of(config: LatentMoEConfig, seed: int) -> dict[str, Shard]:
+def shards_of(config: LatentMoEConfig, seed: int) -> dict[str, Layout]:
     """The shards of a model in the released layout, by file name.
 
     As released, the six tensors of an expert are neighbours and the experts are in no order. The widest dtype comes
@@ -115,17 +114,11 @@ def shards_of(config: LatentMoEConfig, seed: int) -> dict[str, Shard]:
     }
 
 
-def write_holes(path: Path, shard: Shard) -> None:
+def write_holes(path: Path, shard: Layout) -> None:
     """A safetensors file whose data take no room on disk."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, (dtype, shape) in shard.items():
-        start, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
     with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        file.truncate(8 + len(raw) + end)
+        write_header(file, shard)
+        file.truncate(file.tell() + data_bytes(shard))
 
 
 def fill_holes(files: list[Path], config: LatentMoEConfig, fill: Callable[[str], bool], seed: int) -> None:

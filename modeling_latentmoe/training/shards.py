@@ -2,17 +2,14 @@
 
 import json
 import math
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from modeling_latentmoe.conversion import DTYPE_BYTES, StoredTensor
-from modeling_latentmoe.training.checkpoint import TEMPORARY
+from modeling_latentmoe.headers import DTYPE_BYTES, StoredTensor
 from modeling_latentmoe.training.streaming import STORED_DTYPES
 
 COPY_BYTES = 16 * 2**20
@@ -57,24 +54,3 @@ def read_tensor(path: Path, stored: StoredTensor) -> Tensor:
         if file.readinto(buffer) != len(buffer):
             raise OSError(f"{path} has become shorter while it was read")
     return torch.frombuffer(buffer, dtype=STORED_DTYPES[stored.dtype]).view(stored.shape)
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which gets this name once it is complete, in one step.
-
-    After an error nothing of it is left, and after a kill only the temporary folder, which the next attempt removes.
-    ValueError for a folder that is in use.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists: choose another name, or delete it")
-    partial = folder.with_name(folder.name + TEMPORARY)
-    if partial.is_dir():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.replace(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise

@@ -20,7 +20,7 @@ from typing import TypeVar
 import fsspec
 from huggingface_hub.constants import HF_HOME
 
-from modeling_latentmoe.conversion import read_index
+from modeling_latentmoe.headers import HEADER_LIMIT, read_index
 
 T = TypeVar("T")
 
@@ -39,8 +39,6 @@ OPTIONAL_FILES = (
     "tiktoken.model",
     "chat_template.jinja",
 )
-# as in safetensors itself
-LONGEST_HEADER = 100_000_000
 
 READERS = 8
 ATTEMPTS = 4
@@ -201,7 +199,7 @@ def header_files(files: RemoteFiles, small_files: Path) -> Iterator[Path]:
         def fetch(shard: str) -> None:
             size = files.size(shard)
             length = int.from_bytes(files.start_of(shard, min(8, size)), "little")
-            header = files.start_of(shard, min(8 + min(length, LONGEST_HEADER), size))
+            header = files.start_of(shard, min(8 + min(length, HEADER_LIMIT), size))
             with (folder / shard).open("wb") as file:
                 file.write(header)
                 file.truncate(size)

@@ -18,16 +18,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from modeling_latentmoe.conversion import (
-    EXPERTS,
-    FLOAT_LEAVES,
-    MATRICES,
-    PACKED_LEAVES,
-    StoredTensor,
-    check_checkpoint,
-    check_values,
-    read_header,
-)
+from modeling_latentmoe.conversion import EXPERTS, FLOAT_LEAVES, MATRICES, PACKED_LEAVES, check_checkpoint, check_values
+from modeling_latentmoe.headers import StoredTensor, read_header
 from modeling_latentmoe.mxfp4 import assert_packed
 from modeling_latentmoe.training.sources import READERS, Files, LocalFiles, RemoteFiles
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from modeling_latentmoe import LatentMoEForConditionalGeneration
-from modeling_latentmoe.conversion import parse_header
+from modeling_latentmoe.headers import parse_header
 from modeling_latentmoe.mxfp4 import LatentMoEMxfp4Config
 from modeling_latentmoe.training.preflight import check_folder
 

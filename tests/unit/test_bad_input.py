@@ -11,7 +11,7 @@ import torch
 from datasets import IterableDataset
 from PIL import Image
 
-from modeling_latentmoe.training import checkpoint, lora
+from modeling_latentmoe.training import checkpoint, files, lora
 from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.loading import load_model
 from scripts import generate
@@ -240,7 +240,7 @@ def test_loss_that_is_not_finite_keeps_the_last_good_adapter(
     message = failing("--max_steps", "20", untouched=False)
     output = tmp_path / "run"
     assert "step 4: loss nan, gradient norm" in message and f"the adapter of step 2 is in {output}" in message
-    assert not list(output.rglob(f"*{checkpoint.TEMPORARY}"))
+    assert not list(output.rglob(f"*{files.TEMPORARY}"))
     model = lora.load_adapter(load_model(str(small), "fp32"), str(output))
     factors = [p for name, p in model.named_parameters() if "lora_" in name]
     assert all(torch.equal(a, b) for a, b in zip(factors, kept[2], strict=True))

@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 
-from modeling_latentmoe.training import checkpoint, monitor
+from modeling_latentmoe.training import checkpoint, commands, monitor
 
 
 def recorded(folder: Path) -> monitor.Metrics:
@@ -100,8 +100,8 @@ def test_card_links_no_local_folder(tmp_path: Path) -> None:
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monitor.report_error(ValueError("first\nsecond   third"))
-    monitor.report_error(KeyboardInterrupt())
+    commands.report_error(ValueError("first\nsecond   third"))
+    commands.report_error(KeyboardInterrupt())
     assert capsys.readouterr().err == (
         "error: first second third\nerror: interrupted, nothing was saved since the last checkpoint\n"
     )
@@ -111,7 +111,7 @@ def test_one_of_several_processes_speaks() -> None:
     store = torch.distributed.TCPStore("localhost", 0, is_master=True)
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
     environment["MASTER_PORT"] = str(store.port)
-    assert [monitor.first_to_speak(environment) for _ in range(3)] == [True, False, False]
+    assert [commands.first_to_speak(environment) for _ in range(3)] == [True, False, False]
 
 
 # --- the output folder

@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
-from modeling_latentmoe.conversion import DTYPE_BYTES, read_header
-from modeling_latentmoe.training.rehearsal import Shard, chosen, shards_of, write_snapshot
+from modeling_latentmoe.headers import DTYPE_BYTES, read_header
+from modeling_latentmoe.training.rehearsal import chosen, shards_of, write_snapshot
+from modeling_latentmoe.training.shards import Layout
 
 from .snapshots import GOLDEN, INDEX, shard, write_small_snapshot
 
@@ -86,7 +87,7 @@ TENSORS, BYTES = 497_220, 1_560_860_324_864
 
 
 @pytest.fixture(scope="module")
-def k3() -> dict[str, Shard]:
+def k3() -> dict[str, Layout]:
     return shards_of(LatentMoEConfig.from_pretrained(K3), seed=0)
 
 

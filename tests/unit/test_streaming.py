@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneration
-from modeling_latentmoe.conversion import read_header
+from modeling_latentmoe.headers import read_header
 from modeling_latentmoe.moe import Experts
 from modeling_latentmoe.mxfp4 import LatentMoEMxfp4Config
 from modeling_latentmoe.training import lora, streaming
