@@ -189,6 +189,10 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
             )
         if shards:
             check_values(model, shards)
+        for module in model.modules():
+            # transformers makes every float parameter that it loads trainable.
+            if isinstance(module, Router):
+                module.e_score_correction_bias.requires_grad_(False)
         if quantized and model.config.get_text_config().packed_experts:
             assert_packed(model)
         return info
@@ -206,6 +210,8 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
 
         Only `distributed_checkpoint`, into which every process writes its part, goes straight to the folder.
         """
+        if any(isinstance(m, Experts) and len(m.owned) < m.config.num_experts for m in self.modules()):
+            raise ValueError("this model holds a share of its experts (expert parallelism): it cannot be saved alone")
         kwargs |= {"is_main_process": is_main_process, "variant": variant}
         if distributed_checkpoint or not self.should_save_on_this_rank(is_main_process):
             options = {"push_to_hub": push_to_hub, "distributed_checkpoint": distributed_checkpoint}

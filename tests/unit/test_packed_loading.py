@@ -460,3 +460,37 @@ def test_every_installed_copy_of_the_code_loads(checkpoint):
     ours, theirs = load(checkpoint), copy.LatentMoEForConditionalGeneration.from_pretrained(checkpoint)
     check_bytes(theirs, tensors(checkpoint))
     assert torch.equal(logits(ours), logits(theirs))
+
+
+TRAINS = """
+import importlib.util, os, torch
+from transformers.trainer_utils import validate_quantization_for_training
+
+assert (importlib.util.find_spec("kernels") is not None) == (os.environ["KERNELS"] == "installed")
+from modeling_latentmoe.mxfp4 import storage_report
+from modeling_latentmoe.training import lora
+from modeling_latentmoe.training.loading import load_model
+
+model = load_model(os.environ["TINY"], "fp32")
+assert "4.25 bits each (uint8)" in storage_report(model)
+model = lora.add_adapter(model, r=2, lora_alpha=4, expert_rank=1)
+validate_quantization_for_training(model)
+ids = torch.arange(24)[None]
+model(input_ids=ids, labels=ids).loss.backward()
+gradients = [p.grad for name, p in model.named_parameters() if ".experts." in name and "lora_B" in name]
+assert len(gradients) == 8 and all(g.any() for g in gradients)
+print("trains")
+"""
+WITHOUT_KERNELS = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "kernels" else find(name, package)
+"""
+
+
+@pytest.mark.parametrize("kernels", ["installed", "absent"])
+def test_trains_with_and_without_the_kernels_package(fresh_process, tiny: Path, kernels: str) -> None:
+    """Public report 16: with `kernels` installed, an MXFP4 model was said not to support training."""
+    code = TRAINS if kernels == "installed" else WITHOUT_KERNELS + TRAINS
+    out = fresh_process(code, {"KERNELS": kernels, "TINY": str(tiny)}, package=True)
+    assert out.splitlines()[-1] == "trains"

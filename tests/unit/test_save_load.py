@@ -35,6 +35,8 @@ def round_trip(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     model.save_pretrained(path)
     loaded, info = type(model).from_pretrained(path, output_loading_info=True)
     assert not any(info.values()), info
+    trainable = {name: param.requires_grad for name, param in model.named_parameters()}
+    assert {name: param.requires_grad for name, param in loaded.named_parameters()} == trainable
     return loaded.eval()
 
 
@@ -91,3 +93,13 @@ def test_small_variants_load_train_and_export(experts: int, vision: bool, tmp_pa
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     assert torch.equal(output(round_trip(model.eval(), tmp_path)), output(model))
+
+
+def test_a_share_of_the_experts_is_not_saved(tmp_path: Path) -> None:
+    """Under the names of all experts it would look like a whole model with the first ones repeated."""
+    model = build(EXPORTED["LatentMoEForCausalLM"], LatentMoEConfig.tiny())
+    experts = next(module for module in model.modules() if type(module).__name__ == "Experts")
+    experts.restrict(range(4, 8))
+    with pytest.raises(ValueError, match="share of its experts"):
+        model.save_pretrained(tmp_path / "share")
+    assert not (tmp_path / "share").exists()
