@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # transformers copies remote code into this cache without a lock: one for every worker
+    os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules-")
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "modeling_latentmoe" / "tiny"
