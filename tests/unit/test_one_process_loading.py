@@ -19,13 +19,18 @@ IDS = torch.arange(24)[None] + 300
 # Prints megabytes: the model's, a shard's, and how far memory grew; the peak is that of the process, pages of files
 # included.
 MEASURE = """
-import json, os, resource, sys, torch
+import json, os, torch
 from pathlib import Path
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.mxfp4 import LatentMoEMxfp4Config
 
 LatentMoEForConditionalGeneration.from_pretrained(os.environ["TINY"])
-before = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmRSS"))
+
+def memory(field):
+    # not getrusage: its peak begins with that of the process that started this one
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+
+before = memory("VmRSS")
 options = {"dtype": getattr(torch, os.environ["DTYPE"])}
 if os.environ["MODE"] == "dequantize":
     options["quantization_config"] = LatentMoEMxfp4Config(dequantize=True)
@@ -33,7 +38,7 @@ if os.environ["MODE"] == "auto":
     options["device_map"] = "auto"
 folder = Path(os.environ["MODEL"])
 model = LatentMoEForConditionalGeneration.from_pretrained(folder, **options)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = memory("VmHWM")
 size = sum(p.nbytes for p in model.parameters())
 shard = max(file.stat().st_size for file in folder.glob("*.safetensors"))
 print(json.dumps({"grown": peak - before, "model": size, "shard": shard}))
