@@ -94,7 +94,7 @@ def shares(args: argparse.Namespace) -> list[dict[str, Any]]:
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         measured = json.loads(output.splitlines()[-1])
         row = {"op": "load", "shape": f"EP{degree}", "owned": owned, "read": read, "layers": measured}
-        row["peak"] = owned + measured["peak"] - measured["owned"]
+        row["peak"] = owned + max(0, measured["peak"] - measured["owned"])
         print(json.dumps(row), flush=True)
         rows.append(row)
     return rows
@@ -192,7 +192,9 @@ def record(command: str, device: str, rows: list[dict[str, Any]]) -> None:
         "rows": rows,
     }
     records = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
-    records = [old for old in records if old["command"] != command] + [entry]
+    places = [old["command"] for old in records]
+    place = places.index(command) if command in places else len(records)
+    records[place : place + 1] = [entry]
     RESULTS.parent.mkdir(exist_ok=True)
     write_text(RESULTS, json.dumps(records, indent=1) + "\n")
 
