@@ -12,8 +12,9 @@ tensors have the same name and shape on both sides. Everything here is derived f
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from .configuration_latentmoe import MXFP4_GROUP, LatentMoETextConfig
-from .headers import Index, StoredTensor, index_path, read_header, read_index
+from .headers import Index, StoredTensor, collector_paused, index_path, read_header, read_index
 
 EXPERTS = "block_sparse_moe.experts"
 # Stacked parameter -> the matrices of one expert whose rows it holds, in this order.
@@ -160,13 +161,47 @@ class Survey(NamedTuple):
     index: Index
 
 
-def survey_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: bool) -> Survey:
+class FileSurvey(NamedTuple):
+    """What the header of one file says: the names of its tensors, a line each, and their bytes.
+
+    renamed: names that are known with the base-model prefix added or removed -> those known ones. differing: tensors
+    of another shape or dtype than expected. damage: why the header could not be read, if it could not.
+    """
+
+    file: Path
+    names: str = ""
+    nbytes: int = 0
+    renamed: dict[str, str] = {}  # noqa: RUF012
+    differing: list[Fault] = []  # noqa: RUF012
+    damage: str | None = None
+
+
+@collector_paused()
+def survey_file(file: Path, prefix: str, expected: dict[str, DiskTensor]) -> FileSurvey:
+    """Compare the header of one file with the tensors that are expected in the whole checkpoint."""
+    try:
+        header = read_header(file)
+    except ValueError as error:
+        return FileSurvey(file, damage=str(error))
+    renamed = _renamed(header.keys() - expected.keys(), prefix, expected)
+    nbytes = sum(stored.stop - stored.start for stored in header.values())
+    return FileSurvey(
+        file, "\n".join(header), nbytes, renamed, list(_differences(header, file.name, expected, renamed))
+    )
+
+
+@collector_paused()
+def survey_checkpoint(
+    model: nn.Module, files: Iterable[str | Path], packed: bool, run: Callable[..., Iterable[FileSurvey]] = map
+) -> Survey:
     """Compare the headers of `files` with what `model` needs, and with the index beside them if there is one.
 
     model: a PreTrainedModel, possibly on the meta device. files: its safetensors files, of one folder. packed: whether
     the experts are MXFP4 on disk. Found are files that are missing, damaged or cut short, and tensors that are
     missing, unexpected (renumbered experts are both), of another shape or dtype, stored twice, or not where the
     index says. `Survey.shards` has the names that tensors have in the model. ValueError for a damaged index.
+
+    run: `map`, or what calls a function of a file for all files on several cores.
     """
     files = [Path(file) for file in files]
     folders = sorted({str(file.parent) for file in files})
@@ -179,19 +214,18 @@ def survey_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: boo
     faults = [Fault(f"{shard} is missing") for shard in sorted(unreadable)]
     shards: dict[str, str] = {}
     differing, renamed, nbytes = [], {}, 0
-    for file in files:
-        try:
-            header = read_header(file)
-        except ValueError as error:
-            faults.append(Fault(str(error)))
-            unreadable.add(file.name)
+    for one in run(partial(survey_file, prefix=model.base_model_prefix, expected=expected), files):
+        if one.damage:
+            faults.append(Fault(one.damage))
+            unreadable.add(one.file.name)
             continue
-        for name in shards.keys() & header.keys():
-            differing.append(Fault(f"is stored twice, in {shards[name]} and {file.name}", name))
-        shards |= dict.fromkeys(header, file.name)
-        nbytes += sum(stored.stop - stored.start for stored in header.values())
-        renamed |= _renamed(header.keys() - expected.keys(), model.base_model_prefix, expected)
-        differing += _differences(header, file.name, expected, renamed)
+        names = dict.fromkeys(one.names.split("\n") if one.names else (), one.file.name)
+        for name in shards.keys() & names.keys():
+            differing.append(Fault(f"is stored twice, in {shards[name]} and {one.file.name}", name))
+        shards |= names
+        nbytes += one.nbytes
+        renamed |= one.renamed
+        differing += one.differing
     found = {renamed.get(name, name): shard for name, shard in shards.items()} if renamed else shards
     absent = expected.keys() - found.keys()
     ignored = [*(model._keys_to_ignore_on_load_missing or ()), *map(re.escape, model.all_tied_weights_keys)]

@@ -46,7 +46,7 @@ def header_size(raw: bytes, size: int, name: str) -> int:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """A large header becomes millions of objects at once; the cyclic collector would walk them over and over."""
     enabled = gc.isenabled()
     gc.disable()
@@ -57,7 +57,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collector_paused()
+@collector_paused()
 def parse_header(raw: bytes, size: int, name: str) -> dict[str, StoredTensor]:
     """Tensors of a safetensors file in the order of their bytes, from its head `raw` of `header_size` bytes.
 

@@ -1,13 +1,16 @@
 """Is a folder a whole checkpoint? Answered by its config, its index and the headers of its shards, without weights."""
 
 import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from modeling_latentmoe.configuration_latentmoe import RELEASED_MODEL_TYPE, LatentMoEConfig
-from modeling_latentmoe.conversion import Fault, survey_checkpoint
+from modeling_latentmoe.conversion import Fault, FileSurvey, survey_checkpoint
 from modeling_latentmoe.headers import index_path
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import VOCAB_FILE
@@ -34,7 +37,7 @@ def check_folder(folder: Path) -> Report:
     files = weight_files(folder)
     with torch.device("meta"):
         model = LatentMoEForConditionalGeneration(config)
-    faults, found, nbytes, index = survey_checkpoint(model, files, config.packed_experts)
+    faults, found, nbytes, index = survey_checkpoint(model, files, config.packed_experts, on_all_cores)
     if not faults and index.total_size not in (None, nbytes):
         faults.append(
             Fault(f"{index_path(files[0]).name}: total_size is {index.total_size}, the tensors have {nbytes}")
@@ -44,6 +47,25 @@ def check_folder(folder: Path) -> Report:
     if is_released(folder):
         faults += [Fault(f"{name} is missing") for name in PROCESSOR_FILES if not (folder / name).is_file()]
     return Report(faults, [file.name for file in files], len(found), nbytes)
+
+
+def on_all_cores(function: Callable[[Path], FileSurvey], files: list[Path]) -> Iterator[FileSurvey]:
+    """`map(function, files)` by several processes, where they can share the memory of this one."""
+    if len(files) == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        yield from map(function, files)
+        return
+    # An argument of the initializer is inherited; with every file it would be copied.
+    with multiprocessing.get_context("fork").Pool(min(8, os.cpu_count() or 1), _inherit, (function,)) as pool:
+        yield from pool.imap(_run_inherited, files)
+
+
+def _inherit(function: Callable[[Path], FileSurvey]) -> None:
+    global _inherited
+    _inherited = function
+
+
+def _run_inherited(file: Path) -> FileSurvey:
+    return _inherited(file)
 
 
 def is_released(folder: Path) -> bool:
