@@ -227,6 +227,9 @@ def survey_checkpoint(
         renamed |= one.renamed
         differing += one.differing
     found = {renamed.get(name, name): shard for name, shard in shards.items()} if renamed else shards
+    if len(found) < len(shards):
+        for name in sorted(name for name, known in renamed.items() if known in shards):
+            differing.append(Fault(f"is stored twice, also as {renamed[name]}", name, shards[name]))
     absent = expected.keys() - found.keys()
     ignored = [*(model._keys_to_ignore_on_load_missing or ()), *map(re.escape, model.all_tied_weights_keys)]
     for name in sorted(absent):
@@ -261,7 +264,6 @@ def check_checkpoint(model: nn.Module, files: Iterable[str | Path], packed: bool
     return survey.shards
 
 
-@torch.no_grad()
 @contextmanager
 def read_as_needed() -> Iterator[None]:
     """Keeps transformers from reading tensors ahead of their conversion: without bound, up to a second model."""
@@ -281,6 +283,7 @@ def lazy_tensors(files: Iterable[str | Path]) -> dict[str, Any]:
     return {name: handle.get_slice(name) for handle in handles for name in handle.keys()}  # noqa: SIM118
 
 
+@torch.no_grad()
 def check_values(model: nn.Module, shards: Mapping[str, str]) -> None:
     """One ValueError for loaded weights that no sound checkpoint holds: scale byte 255, numbers in A_log's padding.
 

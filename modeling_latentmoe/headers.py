@@ -74,7 +74,7 @@ def parse_header(raw: bytes, size: int, name: str) -> dict[str, StoredTensor]:
             json.loads(raw[8:length], object_pairs_hook=_refuse_repeats)
     except RepeatedName as error:
         raise ValueError(f"{name}: {error} is stored twice in this file") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} is not a safetensors file, or its header is damaged") from error
     tensors = {tensor: _stored_tensor(name, tensor, entry, length) for tensor, entry in entries.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
@@ -95,6 +95,7 @@ def _stored_tensor(name: str, tensor: str, entry: Any, length: int) -> StoredTen
     """The header entry of a tensor in the file `name`, whose data begin after `length` bytes."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        start, stop = operator.index(start), operator.index(stop)
         stored = StoredTensor(sys.intern(dtype), tuple(shape), length + start, length + stop)
         needed = operator.index(math.prod(shape)) * DTYPE_BYTES[dtype]
     except (ValueError, TypeError, KeyError) as error:
@@ -151,7 +152,7 @@ def read_index(path: Path) -> Index:
         foreign = next((shard for shard in set(shards.values()) if Path(shard).name != shard), None)
     except FileNotFoundError:
         return Index({}, None)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name} is damaged, or not an index of safetensors files") from error
     if foreign is not None:
         raise ValueError(f"{path.name}: {foreign} is not the name of a file in its folder")

@@ -91,8 +91,10 @@ def shares(args: argparse.Namespace) -> list[dict[str, Any]]:
         read = sum(request.parts[-1].stop - request.parts[0].start for request in requests)
         read += sum(header_bytes(file) for file in headers)
         command = [sys.executable, __file__, "load", str(small), "--ep", str(degree)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        measured = json.loads(output.splitlines()[-1])
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise OSError(f"the load at EP {degree} failed, see above")
+        measured = json.loads(done.stdout.splitlines()[-1])
         row = {"op": "load", "shape": f"EP{degree}", "owned": owned, "read": read, "layers": measured}
         row["peak"] = owned + max(0, measured["peak"] - measured["owned"])
         print(json.dumps(row), flush=True)
@@ -134,7 +136,14 @@ def peak_memory() -> int:
 
 def layers(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Layers 0-3 at full width (KDA with dense feed-forward, KDA, KDA, MLA) with one rank's experts: a LoRA step."""
-    owned = range(896 // args.ep)
+    experts = first_layers(4).text_config.num_experts
+    if args.ep < 1 or experts % args.ep:
+        raise ValueError(f"--ep {args.ep} does not divide {experts} experts")
+    if args.tokens < 2:
+        raise ValueError(f"--tokens {args.tokens}: a loss needs at least 2")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU")
+    owned = range(experts // args.ep)
     folder = snapshot(Path(args.workdir), 4, chosen(list(range(4)), list(owned), rest=True))
     device = torch.device(args.device)
     began = time.perf_counter()

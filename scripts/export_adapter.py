@@ -4,7 +4,7 @@
     python scripts/export_adapter.py --check digits-for-servers --model Kimi-K3
 
 scripts/lora.py writes the experts of a layer as PEFT stacks them, in two tensors; servers want
-`experts.7.w1.lora_A.weight` and so on. The product B A of every matrix stays exactly the same. --check proves, from
+`experts.7.w1.lora_A.weight` and so on. The product B A of every matrix stays the same. --check proves, from
 the model's config.json alone, that every tensor lands on a module of the released layout, or names those that do not.
 
 Every mistake in the input ends it with one line and exit code 2.

@@ -21,6 +21,7 @@ from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGenerat
 from modeling_latentmoe.training.factors import CONFIG_FILE, WEIGHTS_FILE, Adapter, list_faults
 from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.lora import BASE_FILE, EXPERT_TARGETS, read_json
+from modeling_latentmoe.training.preflight import read_config
 from modeling_latentmoe.training.shards import STORED_NAMES, write_header, write_tensor
 
 
@@ -30,6 +31,7 @@ def export(folder: Path, out: Path) -> int:
     ValueError for an adapter that is damaged or not understood, and for stacked experts of some layers only.
     """
     adapter = Adapter(folder)
+    adapter.check_trained()
     scale = Counter(part.pair.scale for part in adapter.parts.values()).most_common(1)[0][0]
     layout = {}
     for name, part in adapter.parts.items():
@@ -99,7 +101,8 @@ def check(folder: Path, model: Path) -> int:
     another shape or is not selected by the adapter's config, and modules that the config selects without factors.
     """
     adapter = Adapter(folder)
-    shapes = released_matrices(LatentMoEConfig.from_pretrained(model))
+    adapter.check_trained()
+    shapes = released_matrices(read_config(model))
     stacked = dict.fromkeys(part.pair.name for part in adapter.parts.values() if part.expert is not None)
     faults = [f"{name} is stacked over experts, export it first" for name in stacked]
     faults += adapter.faults(shapes)

@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
-from modeling_latentmoe.conversion import EXPERTS, MATRICES, SHOWN_FAULTS
+from modeling_latentmoe.conversion import EXPERTS, FLOAT_DTYPES, MATRICES, SHOWN_FAULTS
 from modeling_latentmoe.headers import StoredTensor, read_header
 from modeling_latentmoe.training.lora import check_files, ends_in_any, read_json
 from modeling_latentmoe.training.shards import read_tensor
@@ -130,9 +130,16 @@ class Adapter:
 
     def check_trained(self) -> None:
         """ValueError naming a layer or stack of experts whose factors are zero, as before the first step."""
+        trained: dict[str, bool] = {}
         for pair in dict.fromkeys(part.pair for part in self.parts.values()):
-            if not (self._read(pair.a).any() and self._read(pair.b).any()):
-                raise ValueError(f"adapter {self.folder}: the factors of {pair.name} are zero, it is untrained")
+            a, b = self._read(pair.a), self._read(pair.b)
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise ValueError(f"adapter {self.folder}: the factors of {pair.name} hold NaN or infinite numbers")
+            # An expert that no token reached has zero factors in an adapter of one pair per expert, too.
+            trained[group_of(pair.name)] = trained.get(group_of(pair.name), False) or bool(a.any() and b.any())
+        for name, learned in trained.items():
+            if not learned:
+                raise ValueError(f"adapter {self.folder}: the factors of {name} are zero, it is untrained")
 
     def _selects(self, name: str) -> bool:
         expert = EXPERT.fullmatch(name)
@@ -156,7 +163,7 @@ class Adapter:
             match = KEY.fullmatch(name)
             if match is None:
                 raise ValueError(f"{file}: {name} is not a LoRA factor of this model's layers")
-            if len(stored.shape) != 2 or stored.dtype not in STORED_DTYPES:
+            if len(stored.shape) != 2 or stored.dtype not in FLOAT_DTYPES:
                 raise ValueError(f"{file}: {name} is {stored.dtype} {list(stored.shape)}, not a float matrix")
             halves.setdefault(match[1], {})[match[2]] = stored
         if not halves:
@@ -205,6 +212,12 @@ class Adapter:
         return wrapped[len(wrapped) - 1 - outer]
 
 
+def group_of(name: str) -> str:
+    """What learns as one: a layer, or a stack of experts, also where the factors of its matrices are stored apart."""
+    expert = EXPERT.fullmatch(name)
+    return f"{expert[1]}.{STEMS[expert[2]]}_proj" if expert else name
+
+
 def list_faults(faults: list[str]) -> str:
     """The first faults, and how many more there are."""
     more = f"; and {len(faults) - SHOWN_FAULTS:,} more" if len(faults) > SHOWN_FAULTS else ""
@@ -224,7 +237,23 @@ def check_fields(file: Path) -> None:
 
 def read_config(file: Path) -> LoraConfig:
     """An adapter's config; ValueError naming a field that is not supported."""
-    config, default = LoraConfig.from_pretrained(str(file.parent)), LoraConfig()
+    try:
+        config, default = LoraConfig.from_pretrained(str(file.parent)), LoraConfig()
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} is not an adapter's config: {error}") from error
+    for field in ("r", "lora_alpha", "rank_pattern", "alpha_pattern"):
+        value = getattr(config, field)
+        whole = field in ("r", "rank_pattern")
+        values = value.values() if field.endswith("_pattern") and isinstance(value, dict) else [value]
+        for number in values:
+            kinds = int if whole else (int, float)
+            if isinstance(number, bool) or not isinstance(number, kinds) or not 0 < number < math.inf:
+                raise ValueError(f"{file}: {field} = {value!r} must be {'whole ' if whole else ''}numbers above 0")
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{file}: {pattern!r} is not a pattern: {error}") from error
     fields = {field.name for field in dataclasses.fields(LoraConfig)} - FOLLOWED - SELECTING - WITHOUT_EFFECT
     odd = sorted(name for name in fields if getattr(config, name) != getattr(default, name))
     odd += [] if config.init_lora_weights in HARMLESS_STARTS else ["init_lora_weights"]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,18 +21,22 @@ def write_text(path: Path, text: str) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder`, which gets this name once it is complete, in one step.
 
-    After an error nothing of it is left, and after a kill only the temporary folder, which the next attempt removes.
+    After an error nothing of it is left; a kill leaves it behind, as `.name.….partial`, and never half of `folder`.
     ValueError for a folder that is in use.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists: choose another name, or delete it")
-    partial = folder.with_name(folder.name + TEMPORARY)
-    if partial.is_dir():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link: give the folder that it points to")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=TEMPORARY, dir=folder.parent))
     try:
+        # made for this user alone
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)
         yield partial
         partial.replace(folder)
     except BaseException:
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -55,6 +55,8 @@ def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1) -> 
     by all processes at the same time. Raises ValueError or OSError, in one line that names the file, for a checkpoint
     that is not whole or a degree that does not divide the number of experts.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}")
     remote = RemoteFiles(model) if is_url(model) else None
     with remote_code_lock():
         place = _local(model)

@@ -16,6 +16,7 @@ Experts are written in one of two forms:
 
 import json
 import math
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -29,10 +30,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from modeling_latentmoe.configuration_latentmoe import MXFP4_GROUP, LatentMoEConfig
-from modeling_latentmoe.conversion import FLOAT_DTYPES, FLOAT_LEAVES, PACKED_LEAVES
+from modeling_latentmoe.conversion import FLOAT_DTYPES, FLOAT_LEAVES, PACKED_LEAVES, check_checkpoint
 from modeling_latentmoe.headers import DTYPE_BYTES, StoredTensor, read_header, read_index
+from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.mxfp4 import decode, encode
-from modeling_latentmoe.training.factors import EXPERT, Adapter, list_faults
+from modeling_latentmoe.training.factors import EXPERT, Adapter, group_of, list_faults
 from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.lora import BASE_FILE, FINGERPRINT, base_digest, read_json
 from modeling_latentmoe.training.shards import (
@@ -183,7 +185,7 @@ class Report:
         """Records by the dense layer or stack of experts that has the factors."""
         modules: dict[str, list[Record]] = {}
         for name, record in self.records.items():
-            modules.setdefault(adapter.parts[name].pair.name, []).append(record)
+            modules.setdefault(group_of(adapter.parts[name].pair.name), []).append(record)
         return modules
 
 
@@ -247,6 +249,8 @@ class Merger:
         record = Record(file.name, str(new.dtype).removeprefix("torch."))
         for part in self._rows(matrix):
             new[part.rows] = part.exact.to(new.dtype)
+            if not new[part.rows].isfinite().all():
+                raise ValueError(f"{matrix} would hold infinite weights: the merged ones do not fit into {record.form}")
             if part.delta is not None:
                 record.add(part, new[part.rows].to(part.exact.dtype), len(part.exact) / len(new))
                 self.report.records[matrix] = record
@@ -327,6 +331,9 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
     checkpoint, factors = Checkpoint(base), Adapter(adapter)
     if experts == "mxfp4" and not any(name.endswith(f".{PACKED}") for name in checkpoint.tensors):
         raise ValueError(f"--experts mxfp4: the experts of {base} are not packed, leave the switch out")
+    with torch.device("meta"):
+        model = LatentMoEForConditionalGeneration(checkpoint.config())
+    check_checkpoint(model, checkpoint.shards, any(name.endswith(f".{PACKED}") for name in checkpoint.tensors))
     check_base(checkpoint, adapter)
     merger = Merger(checkpoint, factors, experts)
     faults = factors.faults(merger.shapes)
@@ -371,7 +378,7 @@ def check_base(checkpoint: Checkpoint, adapter: Path) -> None:
 
 def check_changed(report: Report, adapter: Adapter) -> None:
     """ValueError naming a layer or stack of experts that is merged, but whose weights are all those of the base."""
-    sizes = Counter(part.pair.name for part in adapter.parts.values())
+    sizes = Counter(group_of(part.pair.name) for part in adapter.parts.values())
     for name, records in report.modules(adapter).items():
         if len(records) == sizes[name] and not any(record.changed for record in records):
             delta, form = max(record.max_delta for record in records), records[0].form
@@ -386,7 +393,16 @@ def carry_over(base: Path, out: Path, unpacked: bool) -> None:
 
     Links are followed: a snapshot in the Hub's cache is made of them.
     """
-    shutil.copytree(base, out, ignore=shutil.ignore_patterns(*REPLACED), dirs_exist_ok=True)
+    ignored = shutil.ignore_patterns(*REPLACED)
+    for folder, names, files in os.walk(base, followlinks=True):
+        here = out / Path(folder).relative_to(base)
+        here.mkdir(exist_ok=True)
+        left_out = ignored(folder, [*names, *files])
+        names[:] = [name for name in names if name not in left_out]
+        for name in files:
+            # contents alone: the files of a base may be read-only
+            if name not in left_out:
+                shutil.copyfile(Path(folder) / name, here / name)
     if unpacked:
         config = read_json(base / "config.json")
         for part in (config, config.get("text_config", {})):

@@ -11,7 +11,7 @@ import torch
 
 from modeling_latentmoe.configuration_latentmoe import RELEASED_MODEL_TYPE, LatentMoEConfig
 from modeling_latentmoe.conversion import Fault, FileSurvey, survey_checkpoint
-from modeling_latentmoe.headers import index_path
+from modeling_latentmoe.headers import index_path, read_index
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import VOCAB_FILE
 
@@ -74,16 +74,19 @@ def is_released(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> LatentMoEConfig:
-    """The config of a checkpoint; ValueError unless there is one, of this architecture."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder")
-    path = folder / "config.json"
+    """The config of a checkpoint folder, or of a config.json; ValueError unless there is one, of this architecture."""
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist")
+    path = folder / "config.json" if folder.is_dir() else folder
     model_type = _read_json(path).get("model_type")
     if model_type not in (RELEASED_MODEL_TYPE, LatentMoEConfig.model_type):
         raise ValueError(
             f"{path}: model_type is {model_type!r}, expected {RELEASED_MODEL_TYPE!r} or {LatentMoEConfig.model_type!r}"
         )
-    return LatentMoEConfig.from_pretrained(folder)
+    try:
+        return LatentMoEConfig.from_pretrained(folder)
+    except TypeError as error:
+        raise ValueError(f"{path}: a field has a value of the wrong kind ({error})") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -91,13 +94,15 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_bytes()))
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The weight files that are in a checkpoint's folder; ValueError if there are none."""
-    files = sorted(folder.glob("model*.safetensors"))
+    indices = folder.glob("*.safetensors.index.json")
+    listed = {folder / name for index in indices for name in read_index(index).shards.values()}
+    files = sorted({*folder.glob("model*.safetensors"), *(file for file in listed if file.exists())})
     if not files:
         pickles = sorted(file.name for kind in ("bin", "pt", "pth") for file in folder.glob(f"*.{kind}"))
         why = f" ({', '.join(pickles)}: pickles can run code and are not read)" if pickles else ""

@@ -31,6 +31,7 @@ from modeling_latentmoe.headers import DTYPE_BYTES, StoredTensor, read_header
 from modeling_latentmoe.image_processing_latentmoe import KIMI_K3_MEDIA_PROC_CFG
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import RESERVED_TOKENS, VOCAB_FILE
+from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.shards import Layout, data_bytes, write_header
 
 # Values that are drawn and written at a time.
@@ -57,23 +58,23 @@ def write_snapshot(
     """Write the snapshot of a model of this config into the new folder `folder`.
 
     fill: whether the tensor of this name gets real bytes. seed: of the bytes, and of the order of experts in a shard.
-    FileExistsError for a folder that exists, ValueError for a vocabulary too small for a tokenizer.
+    It appears when it is complete. ValueError for a folder in use, or a vocabulary too small for a tokenizer.
     """
     ordinary = config.text_config.vocab_size - RESERVED_TOKENS
     if ordinary < 256:
         raise ValueError(f"vocab_size: {ordinary + RESERVED_TOKENS}, a tokenizer needs {256 + RESERVED_TOKENS} or more")
     shards = shards_of(config, seed)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(config.to_json_string())
-    write_processor_files(folder, ordinary)
-    weight_map, total = {}, 0
-    for name, shard in shards.items():
-        write_holes(folder / name, shard)
-        weight_map |= dict.fromkeys(shard, name)
-        total += data_bytes(shard)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    fill_holes([folder / name for name in shards], config, fill, seed)
+    with new_folder(folder) as partial:
+        (partial / "config.json").write_text(config.to_json_string())
+        write_processor_files(partial, ordinary)
+        weight_map, total = {}, 0
+        for name, shard in shards.items():
+            write_holes(partial / name, shard)
+            weight_map |= dict.fromkeys(shard, name)
+            total += data_bytes(shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index))
+        fill_holes([partial / name for name in shards], config, fill, seed)
 
 
 def chosen(layers: list[int], experts: list[int], rest: bool) -> Callable[[str], bool]:

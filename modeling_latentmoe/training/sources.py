@@ -119,7 +119,10 @@ class RemoteFiles(Files):
 
     def size(self, file: str) -> int:
         """Length of `file` in bytes; FileNotFoundError if there is none."""
-        return retried(lambda: self.system.size(f"{self.root}/{file}"), f"{self.place}/{file}")
+        size = retried(lambda: self.system.size(f"{self.root}/{file}"), f"{self.place}/{file}")
+        if size is None:
+            raise OSError(f"{self.place}/{file}: the server does not say how long it is")
+        return size
 
     def start_of(self, file: str, length: int) -> bytes:
         """The first `length` bytes of `file`."""
@@ -140,10 +143,15 @@ def fetch_small_files(files: RemoteFiles) -> Path:
 
     def fetch(name: str) -> None:
         try:
-            contents[name] = files.start_of(name, files.size(name))
+            content = files.start_of(name, files.size(name))
         except FileNotFoundError:
             if name not in OPTIONAL_FILES:
                 raise
+            return
+        # Some servers answer every address with a page.
+        if content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
+            raise OSError(f"{files.place}/{name}: the server sent a web page instead of the file")
+        contents[name] = content
 
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(fetch, OPTIONAL_FILES))

@@ -107,6 +107,10 @@ def fill(model: nn.Module, files: Files, headers: list[Path], packed: bool, ep_r
 
     headers: local files that start with the headers of the shards of the same names in `files`.
     """
+    needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise OSError(f"the weights need {needed / 1e9:,.1f} GB of memory, but only {free / 1e9:,.1f} GB are free")
     model.to_empty(device="cpu")
     for param in model.parameters():
         # for transformers: nothing to be initialised at random

@@ -256,6 +256,8 @@ def header(text: str) -> bytes:
         ((1 << 62).to_bytes(8, "little"), 1 << 63, "x is truncated or not a safetensors file"),
         (header('{"a": 3}'), 16, "x is damaged: its header describes a as 3"),
         (header('{"a": {"dtype": "U8", "shape": ["b"], "data_offsets": [0, 1]}}'), 71, "describes a as"),
+        (header('{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0.0, 1.0]}}'), 73, "describes a as"),
+        (header("[" * 200_000), 200_008, "its header is damaged"),
         (header('{"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}'), 70, "puts a at byte 69"),
         (header('{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'), 70, "70 bytes instead of 69"),
     ],

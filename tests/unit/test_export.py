@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneration, moe
@@ -381,3 +381,29 @@ def test_check_at_the_size_of_the_released_model(tmp_path, capsys):
     write(layout)
     code, text = said(capsys, "--check", tmp_path, "--model", K3)
     assert code == 2 and "2 fault(s)" in text and "experts.896.w2 does not exist" in text
+
+
+@pytest.mark.parametrize("field", ["lora_alpha", "weight"])
+def test_numbers_that_are_none_are_not_exported(adapter, tmp_path, capsys, field):
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter, folder)
+    if field == "weight":
+        tensors = load_file(folder / "adapter_model.safetensors")
+        next(iter(tensors.values())).view(-1)[0] = float("nan")
+        save_file(tensors, folder / "adapter_model.safetensors")
+    else:
+        config = settings(folder)
+        (folder / "adapter_config.json").write_text(json.dumps(config | {field: float("nan")}))
+    code, text = said(capsys, folder, tmp_path / "out")
+    assert code == 2 and "error: " in text and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("config", [None, "{}", "[]", '{"model_type": "llama"}'])
+def test_check_needs_a_config_of_this_architecture(exported, tmp_path, capsys, config):
+    """Without one, the defaults of the released model would be taken for the user's."""
+    model = tmp_path / "model"
+    model.mkdir()
+    if config is not None:
+        (model / "config.json").write_text(config)
+    code, text = said(capsys, "--check", exported, "--model", model)
+    assert code == 2 and "config.json" in text

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneration
 from modeling_latentmoe.mxfp4 import LatentMoEMxfp4Config, decode, encode
 from modeling_latentmoe.training import merge as module
+from modeling_latentmoe.training.export import export
 from modeling_latentmoe.training.merge import REPORT_FILE, merge, pack
 from scripts.merge_adapter import main
 
@@ -440,7 +441,7 @@ REFUSED = {
     unknown_field: r"target_experts = \['w1'\] is not supported",
     not_lora: r"peft_type LOHA is not supported",
     cut_short: r"adapter_model.safetensors is damaged or cut short",
-    not_a_number: r"layers.3.self_attn.o_proj would hold NaN",
+    not_a_number: r"layers.3.self_attn.o_proj hold NaN",
 }
 
 
@@ -466,7 +467,7 @@ def test_damaged_bases_are_refused(adapter, tmp_path, capsys):
     shards = [load_file(file) for file in sorted(GOLDEN.glob("*.safetensors"))]
     scale = next(name for name in shards[1] if name.endswith("w1.weight_scale"))
     write_shards(tmp_path / "base", [shards[0], {k: v for k, v in shards[1].items() if k != scale}, *shards[2:]])
-    assert f"{scale.removesuffix('scale')}packed has no weight_scale beside it" in said()
+    assert f"{scale} is missing" in said()
     write_shards(tmp_path / "base", [*shards, {scale: shards[1][scale]}])
     assert f"{scale} is stored twice" in said()
     shards[1][scale] = torch.full_like(shards[1][scale], 255)
@@ -520,9 +521,10 @@ def test_a_kill_leaves_no_result_and_the_next_run_gives_it(adapter, packed, tmp_
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 77
-    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.") and left.name.endswith(".partial")
     merge(GOLDEN, adapter, out)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", left.name}
     for file in packed.glob("*.safetensors"):
         assert file.read_bytes() == (out / file.name).read_bytes()
 
@@ -588,3 +590,65 @@ def test_script_says_what_happened(adapter, tmp_path, capsys):
         shutil.copy(adapter / file, folder)
     assert main([str(GOLDEN), str(folder), str(tmp_path / "again")]) == 0
     assert "has no base_model.json" in capsys.readouterr().out
+
+
+def test_folders_that_look_temporary_are_left_alone(adapter, tmp_path):
+    """Once, the folder `out.partial` was taken for a left-over and deleted, also where it was the base itself."""
+    base = tmp_path / "out.partial"
+    shutil.copytree(GOLDEN, base)
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    merge(base, adapter, tmp_path / "out")
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+
+
+def test_a_read_only_base_is_merged(adapter, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(GOLDEN, base)
+    for path in [*base.iterdir(), base]:
+        path.chmod(path.stat().st_mode & ~0o222)
+    merge(base, adapter, tmp_path / "out", "bf16")
+    assert all(path.stat().st_mode & 0o200 for path in [tmp_path / "out", *(tmp_path / "out").iterdir()])
+    base.chmod(0o755)
+
+
+def test_a_link_as_result_is_refused_before_the_work(adapter, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(ValueError, match="link is a link"):
+        merge(GOLDEN, adapter, tmp_path / "link")
+
+
+def test_an_export_with_an_expert_that_saw_no_token_is_merged(adapter, tmp_path):
+    """Its own pair of factors is zero then, which is not an untrained adapter."""
+    trained = tmp_path / "trained"
+    shutil.copytree(adapter, trained)
+    tensors = load_file(trained / "adapter_model.safetensors")
+    name = next(name for name in tensors if ".experts." in name and "lora_B" in name)
+    experts = json.loads((GOLDEN / "config.json").read_text())["text_config"]["num_experts"]
+    tensors[name].unflatten(1, (-1, experts))[:, :, 2] = 0
+    save_file(tensors, trained / "adapter_model.safetensors")
+    export(trained, tmp_path / "exported")
+    merge(GOLDEN, trained, tmp_path / "one", "bf16")
+    merge(GOLDEN, tmp_path / "exported", tmp_path / "two", "bf16")
+    for file in (tmp_path / "one").glob("*.safetensors"):
+        one, two = load_file(file), load_file(tmp_path / "two" / file.name)
+        for tensor, value in one.items():
+            torch.testing.assert_close(two[tensor].float(), value.float(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("r", 0), ("r", "4"), ("lora_alpha", "8"), ("lora_alpha", 0), ("lora_alpha", float("nan"))),
+        *(("rank_pattern", {"q_proj": 0}), ("rank_pattern", [1]), ("rank_pattern", {"[": 3})),
+    ],
+)
+def test_values_of_the_adapter_config(adapter, tmp_path, capsys, field, value):
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+    assert main([str(GOLDEN), str(folder), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "adapter_config.json" in error, error
+    assert not (tmp_path / "out").exists()

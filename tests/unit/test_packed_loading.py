@@ -462,6 +462,17 @@ def test_every_installed_copy_of_the_code_loads(checkpoint):
     assert torch.equal(logits(ours), logits(theirs))
 
 
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    """With and without the base-model prefix it is the same weight, and loaders would pick either."""
+    config = LatentMoEConfig.tiny(vision=False).text_config
+    model = LatentMoEForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    content = load_file(tmp_path / "model.safetensors")
+    save_file(content | {"norm.weight": content["model.norm.weight"] * 7}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm\.weight is stored twice, also as model\.norm\.weight"):
+        LatentMoEForCausalLM.from_pretrained(tmp_path)
+
+
 TRAINS = """
 import importlib.util, os, torch
 from transformers.trainer_utils import validate_quantization_for_training

@@ -215,14 +215,19 @@ def test_script(rehearse, small, tmp_path):
     [
         (["nowhere.json", "out"], "error: config: nowhere.json is not a file"),
         (["{config}"], "error: the following arguments are required: folder"),
-        (["{config}", "{folder}"], "error: [Errno 17] File exists"),
-        (["{config}", "out", "--layers", "a"], "error: argument --layers: invalid numbers value: 'a'"),
+        (["{config}", "{folder}"], "error: {folder} exists: choose another name"),
+        (["{config}", "out", "--layers", "a"], "error: argument --layers: 'a' is not a number or a span"),
+        (["{config}", "out", "--layers", "1-2-9"], "error: argument --layers: '1-2-9' is not a number or a span"),
+        (["{config}", "out", "--layers", "0--3"], "error: argument --layers: '0--3' is not a number or a span"),
+        (["{config}", "out", "--layers", "3-0"], "error: argument --layers: '3-0' does not rise"),
+        (["{config}", "out", "--layers", "500"], "error: --layers 500: the model has"),
+        (["{config}", "out", "--experts", "500"], "error: --experts 500: the model has"),
     ],
 )
 def test_script_names_mistakes(rehearse, small, capsys, argv, message):
     assert rehearse.main([word.format(config=small / "config.json", folder=small) for word in argv]) == 2
     streams = capsys.readouterr()
-    assert streams.err.startswith(message) and streams.err.count("\n") == 1 and not streams.out
+    assert streams.err.startswith(message.format(folder=small)) and streams.err.count("\n") == 1 and not streams.out
 
 
 def test_script_help_teaches(rehearse, capsys):
