@@ -125,6 +125,8 @@ class LatentMoEImageProcessor(BaseImageProcessor):
         """Width and height in pixels that the image is scaled to before padding; never larger than before."""
         cfg = self.media_proc_cfg
         patch, side = cfg["patch_size"], cfg["patch_limit_on_one_side"] * cfg["patch_size"]
+        if min(width, height) < 1:
+            raise ValueError(f"an image of {width} x {height} pixels has no pixels")
         area = math.sqrt(cfg["in_patch_limit"] / (max(1, width // patch) * max(1, height // patch)))
         scale = min(1.0, area, side / width, side / height)
         return min(max(1, int(width * scale)), side), min(max(1, int(height * scale)), side)

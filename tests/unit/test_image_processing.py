@@ -251,3 +251,9 @@ def test_only_images() -> None:
         LatentMoEImageProcessor()([image], return_tensors="np")
     with pytest.raises(ValueError, match="empty"):
         LatentMoEImageProcessor()([])
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0)])
+def test_an_image_without_pixels_is_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="has no pixels"):
+        LatentMoEImageProcessor().num_tokens(*size)
