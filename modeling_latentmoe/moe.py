@@ -2,10 +2,11 @@
 shared experts.
 
 Legend: B batch, T tokens (of a row, or all valid ones), D model width, L latent width, F expert hidden width,
-        E experts, S chosen experts per token.
+        E experts, S chosen experts per token, R rows at the experts held here (the tokens, unless an exchange
+        brings others).
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -112,7 +113,7 @@ class Experts(LogicalShapes, nn.Module):
         weights_TS: torch.Tensor,
         adapters: dict[str, tuple[LowRank, ...]],
     ) -> torch.Tensor:
-        """Weighted sum of the chosen experts that are held here, [T, L].
+        """Weighted sum of the chosen experts that are held here, [T, L] in fp32, or wider if x is.
 
         adapters: low-rank terms of "gate_up" and "down".
         """
@@ -124,17 +125,54 @@ def _empty_bytes(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
+class Dispatched(NamedTuple):
+    """Rows that came to the experts held here: latents x_RL, ids_RS and weights_RS of their chosen experts.
+
+    `plan` is what the exchange that made this needs to send the results back.
+    """
+
+    x_RL: torch.Tensor
+    ids_RS: torch.Tensor
+    weights_RS: torch.Tensor
+    plan: Any = None
+
+
+class Exchange(Protocol):
+    """Brings tokens to the experts that they chose, and the results back."""
+
+    def dispatch(self, x_TL: torch.Tensor, ids_TS: torch.Tensor, weights_TS: torch.Tensor) -> Dispatched:
+        """The rows for the experts held here, of all tokens that chose one."""
+        ...
+
+    def combine(self, sum_RL: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Sums over the experts held here, in fp32 or wider -> sums over all chosen experts [T, L], in x's dtype."""
+        ...
+
+
+class LocalExchange:
+    """All experts are held here: nothing moves."""
+
+    def dispatch(self, x_TL: torch.Tensor, ids_TS: torch.Tensor, weights_TS: torch.Tensor) -> Dispatched:
+        return Dispatched(x_TL, ids_TS, weights_TS)
+
+    def combine(self, sum_RL: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        return sum_RL.to(dispatched.x_RL.dtype)
+
+
 class LatentMoE(nn.Module):
     """Router, experts in a latent space of width L, norm of their sum, and shared experts at model width.
 
     y = W_up norm(sum_j w_j expert_j(W_down x)) + shared(x). Without `routed_expert_hidden_size` the experts
     work at model width and the latent projections and norm do not exist; without `num_shared_experts`,
     neither does `shared`.
+
+    `exchange`: how tokens meet their experts; exchanged for another one where experts are held elsewhere too.
     """
 
     def __init__(self, config: LatentMoETextConfig):
         super().__init__()
         self.config = config
+        self.exchange: Exchange = LocalExchange()
         width, latent = config.hidden_size, config.routed_expert_hidden_size
         self.gate = Router(config)
         self.experts = Experts(config)
@@ -172,9 +210,10 @@ class LatentMoE(nn.Module):
         # PEFT may have wrapped the experts: its factors go to the grouped product, its own forward does not
         # run.
         experts, adapters = unwrap_experts(self.experts, Experts)
-        if self.routed_expert_down_proj is None:
-            return experts(x_TD, ids_TS, weights_TS, adapters)
-        sum_TL = experts(self.routed_expert_down_proj(x_TD), ids_TS, weights_TS, adapters)
+        x_TL = x_TD if self.routed_expert_down_proj is None else self.routed_expert_down_proj(x_TD)
+        dispatched = self.exchange.dispatch(x_TL, ids_TS, weights_TS)
+        sum_RL = experts(dispatched.x_RL, dispatched.ids_RS, dispatched.weights_RS, adapters)
+        sum_TL = self.exchange.combine(sum_RL, dispatched)
         if self.routed_expert_norm is not None:
             sum_TL = self.routed_expert_norm(sum_TL)
-        return self.routed_expert_up_proj(sum_TL)
+        return sum_TL if self.routed_expert_up_proj is None else self.routed_expert_up_proj(sum_TL)

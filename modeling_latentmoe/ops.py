@@ -382,12 +382,12 @@ def expert_mlp(
     down: ExpertMatrices,
     config,
 ) -> torch.Tensor:
-    """Weighted sum over the chosen experts of W_down,e act(W_gate,e x, W_up,e x): [T, L] in the dtype of x.
+    """Weighted sum over the chosen experts of W_down,e act(W_gate,e x, W_up,e x): [T, L] in fp32, or wider if x is.
 
     gate_up: [E, 2F, L], gate rows first; down: [E, L, F]; `config` names the activation. Every expert's output is
-    rounded to the dtype of x; the sum over the slots S is taken in fp32 in their order and rounded once, so it does
-    not change from run to run. A slot whose id is not in 0 .. E - 1 chose an expert that is not held here: it adds
-    zero, and no gradient flows to it.
+    rounded to the dtype of x; the sum over the slots S is taken in fp32 in their order, so it does not change from
+    run to run. Rounding it is left to the caller: other processes may hold further terms. A slot whose id is not in
+    0 .. E - 1 chose an expert that is not held here: it adds zero, and no gradient flows to it.
     """
     tokens, slots = ids_TS.shape
     experts = gate_up.weight.shape[0]
@@ -408,4 +408,4 @@ def expert_mlp(
     y_RL = grouped_linear(glu(gate_RF, up_RF, config), down, counts)
     y_TSL = y_RL.new_zeros(tokens * slots, y_RL.shape[1]).index_copy_(0, order_R, y_RL[place_R])
     y_TSL = y_TSL.unflatten(0, (tokens, slots))
-    return (_wide(y_TSL) * _wide(weights_TS).unsqueeze(-1)).sum(1).to(x_TL.dtype)
+    return (_wide(y_TSL) * _wide(weights_TS).unsqueeze(-1)).sum(1)

@@ -21,6 +21,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from modeling_latentmoe.conversion import EXPERTS, FLOAT_LEAVES, MATRICES, PACKED_LEAVES, check_checkpoint, check_values
 from modeling_latentmoe.headers import StoredTensor, read_header
 from modeling_latentmoe.mxfp4 import assert_packed
+from modeling_latentmoe.training.mesh import check_layout, owned_experts
 from modeling_latentmoe.training.sources import READERS, Files, LocalFiles, RemoteFiles
 
 # Bytes of one read. READERS of them are in flight, which bounds the memory for what is not read in place.
@@ -86,9 +87,7 @@ def _fits_in_memory(files: Iterable[str]) -> bool:
 
 def check_shares(config: PreTrainedConfig, ep_rank: int, ep_degree: int) -> None:
     """ValueError unless `ep_degree` ranks can hold equal numbers of the experts of every layer."""
-    experts = config.get_text_config().num_experts or 0
-    if ep_degree > 1 and (not experts or experts % ep_degree):
-        raise ValueError(f"--ep {ep_degree} does not divide the {experts} experts of the model")
+    check_layout(config, ep_degree, ep_degree)
     if not 0 <= ep_rank < ep_degree:
         raise ValueError(f"--ep {ep_degree}: there is no rank {ep_rank}")
 
@@ -98,8 +97,7 @@ def restrict_experts(model: nn.Module, ep_rank: int, ep_degree: int) -> None:
     for module in model.modules():
         # by an attribute: the class may come from the installed package or from remote code
         if "logical_shapes" in module.__dict__:
-            share = len(module.owned) // ep_degree
-            module.restrict(range(ep_rank * share, (ep_rank + 1) * share))
+            module.restrict(owned_experts(ep_rank, ep_degree, module.config.num_experts))
 
 
 def fill(model: nn.Module, files: Files, headers: list[Path], packed: bool, ep_rank: int) -> set[str]:
