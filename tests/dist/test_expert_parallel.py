@@ -110,7 +110,7 @@ def ids_of_none(slots: int) -> Tensor:
     return torch.zeros(slots, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
 def test_dispatch_then_combine_is_exact(tmp_path: Path, world: int) -> None:
     """Public report 48: random splits, empty ones too, worlds that are no powers of two, ranks whose inputs have no
     gradient beside others that have one; values and both gradients equal to the bit."""
@@ -230,7 +230,9 @@ def close(ours: Tensor, theirs: Tensor, limit: float) -> bool:
     return bool((ours - theirs).norm() <= limit * theirs.norm())
 
 
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("world", "ep"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
 def test_shares_compute_what_one_process_does(tmp_path: Path, reference: dict, world: int, ep: int) -> None:
     """Public reports 41, 44, 45, 56, 60: logits, loss, gradients of adapters and router, global norm and expert load,
     with uneven data, experts without tokens and a process that trains on nothing."""
