@@ -268,7 +268,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
 
             load = step_load + (load if load.numel() else 0)
             elapsed = time.perf_counter() - began
-            speed, length = n_read / elapsed, round(n_read / n_rows)
+            # A packed batch may hold nothing but samples that were read for the one before.
+            speed, length = n_read / elapsed, round(n_read / max(1, n_rows))
             record = {"loss": loss, "grad_norm": grad_norm, "lr": args.lr * factor, "done": done}
             record |= {"tokens": n_tokens, "tokens_per_s": speed, "load_imbalance": monitor.load_imbalance(step_load)}
             # forward and input gradients

@@ -7,7 +7,7 @@ projector gets plain LoRA on its two linear layers and not `modules_to_save`: th
 LoRA factors, which is what servers accept, and stays small (its two matrices have 46 million weights in the
 released model).
 
-PEFT internals are touched here and in moe.py only.
+PEFT internals are touched here, in expert_lora.py and in factors.py only.
 """
 
 import hashlib

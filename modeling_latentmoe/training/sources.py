@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def retried(action: Callable[[], T], what: str) -> T:
     raise AssertionError
 
 
-class Files:
+class Files(ABC):
     """The files of a checkpoint; `place` is their folder or URL."""
 
     def __init__(self, place: str) -> None:
@@ -82,8 +83,9 @@ class Files:
         stop = start + sum(map(len, views))
         retried(lambda: self.read_once(file, start, stop, views), f"{self.place}/{file}, bytes {start} to {stop}")
 
+    @abstractmethod
     def read_once(self, file: str, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        raise NotImplementedError
+        """One attempt to fill `views` with the bytes from `start` to `stop`."""
 
 
 class LocalFiles(Files):
