@@ -12,8 +12,6 @@ at EP 64, 16 and 22 GB at EP 8. Results go to results/scale.json, a record for e
 
 import argparse
 import json
-import os
-import platform
 import re
 import shlex
 import subprocess
@@ -27,7 +25,6 @@ from typing import Any
 
 import psutil
 import torch
-import transformers
 
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
@@ -37,6 +34,7 @@ from modeling_latentmoe.training.loading import SHIPPED_MODEL, load_model
 from modeling_latentmoe.training.lora import add_adapter
 from modeling_latentmoe.training.overlay import make_overlay
 from modeling_latentmoe.training.rehearsal import chosen, write_snapshot
+from modeling_latentmoe.training.results import record, with_tables
 from modeling_latentmoe.training.streaming import planned_reads, restrict_experts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,28 +184,6 @@ def timed(device: torch.device, row: dict[str, Any], name: str):
 # ---------------------------------------------------------------------------------------------- results
 
 
-def record(command: str, device: str, rows: list[dict[str, Any]]) -> None:
-    """Put the rows into the results, in place of those that the same command left there earlier."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    entry = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "command": command,
-        "commit": commit.stdout.strip(),
-        "rows": rows,
-    }
-    records = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
-    places = [old["command"] for old in records]
-    place = places.index(command) if command in places else len(records)
-    records[place : place + 1] = [entry]
-    RESULTS.parent.mkdir(exist_ok=True)
-    write_text(RESULTS, json.dumps(records, indent=1) + "\n")
-
-
 def tables(records: list[dict[str, Any]]) -> dict[str, str]:
     """The README's tables, by the name in their markers."""
     share = ["| experts over | owned | read | peak memory, computed | layers 0-1 measured: owned, peak, time |"]
@@ -230,17 +206,6 @@ def tables(records: list[dict[str, Any]]) -> dict[str, str]:
     return {"shares": "\n".join(share), "layers": "\n".join(step)}
 
 
-def with_tables(text: str, records: list[dict[str, Any]]) -> str:
-    """`text` with the table between every pair of markers `<!-- bench NAME -->`, `<!-- end -->` written anew."""
-    for name, table in tables(records).items():
-        head, found, tail = text.partition(f"<!-- bench {name} -->\n")
-        _, end, tail = tail.partition("<!-- end -->")
-        if not found or not end:
-            raise ValueError(f"README.md has no table markers for {name}")
-        text = f"{head}{found}{table}\n{end}{tail}"
-    return text
-
-
 def bench(argv: Sequence[str]) -> None:
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -259,7 +224,7 @@ def bench(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.command == "readme":
         readme = ROOT / "README.md"
-        write_text(readme, with_tables(readme.read_text(), json.loads(RESULTS.read_text())))
+        write_text(readme, with_tables(readme.read_text(), tables(json.loads(RESULTS.read_text()))))
         return
     if args.command == "load":
         load(args)
@@ -269,7 +234,7 @@ def bench(argv: Sequence[str]) -> None:
         args.workdir = folder
         rows = args.run(args)
     shown = re.sub(r" --workdir[ =]\S+", "", shlex.join(["python", "scripts/bench.py", *argv]))
-    record(shown, args.device, rows)
+    record(RESULTS, shown, args.device, rows)
 
 
 def main(argv: Sequence[str]) -> int:

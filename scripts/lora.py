@@ -3,6 +3,7 @@
     accelerate launch scripts/lora.py                      # the tiny model learns handwritten digits
     accelerate launch scripts/lora.py --model org/model --dataset chats.jsonl --output_dir runs/chats
     accelerate launch scripts/lora.py run.yaml --lr 1e-4   # a file of the same settings; switches win over it
+    accelerate launch --config_file accelerate_configs/fsdp2_ep.yaml scripts/lora.py --ep 8   # eight devices
 
 Every mistake in the input ends the run with one line and exit code 2. So does Ctrl-C, after the state was
 saved: the same command with --resume continues exactly where it stopped.
@@ -11,7 +12,6 @@ saved: the same command with --resume continues exactly where it stopped.
 import dataclasses
 import importlib.util
 import math
-import os
 import re
 import shlex
 import sys
@@ -24,17 +24,28 @@ from typing import Literal
 import datasets
 import torch
 import transformers
-from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import set_seed
 
 from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, files, lora, monitor
+from modeling_latentmoe.training.agreement import check_same_start
 from modeling_latentmoe.training.arguments import option
 from modeling_latentmoe.training.evaluate import evaluate
+from modeling_latentmoe.training.expert_adapters import initialise_adapters
 from modeling_latentmoe.training.flops import forward_flops_per_token
-from modeling_latentmoe.training.loading import SHIPPED_MODEL, checkpoint_activations, load_model, load_processor
+from modeling_latentmoe.training.gradients import clip_grad_norm, reduce_expert_gradients
+from modeling_latentmoe.training.loading import (
+    SHIPPED_MODEL,
+    checkpoint_activations,
+    load_config,
+    load_model,
+    load_processor,
+)
 from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
+from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
+from modeling_latentmoe.training.parallelize import lost_processes, parallelize, start_processes
 from modeling_latentmoe.training.rows import Rows, open_dataset
+from modeling_latentmoe.training.trained_state import prepare_moments
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,10 @@ class Arguments:
     packing: bool = option(False, "fill rows of batch_size * max_length tokens with samples, no padding")
     skip_bad_images: bool = option(False, "leave out rows with an unreadable image and count them")
     thinking: bool = option(False, "train and evaluate with the think channel of the chat format")
-    dtype: Literal["fp32", "bf16"] = option("fp32", "precision of the frozen weights; adapters are fp32")
+    dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "precision of frozen weights; adapters: fp32, or fp64 too")
+    ep: int = option(1, "expert-parallel degree: so many processes share the experts of every layer")
+    capacity_factor: float | None = option(None, "drop a process' tokens beyond this times an expert's even share")
+    timeout: int = option(1800, "seconds until a process that does not answer is given up")
     lr: float = option(1.5e-3, "peak learning rate of everything without a rate of its own")
     lr_kda: float | None = option(None, "peak learning rate of the linear-attention (KDA) layers")
     lr_attention: float | None = option(None, "peak learning rate of the full and sparse attention layers")
@@ -74,7 +88,9 @@ class Arguments:
         metadata={"help": "layers to adapt; default: attention, feed-forward and routed experts"},
     )
     train_projector: bool = option(True, "adapt the image projector too, if there is one (never the tower)")
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
+    gradient_checkpointing: Literal["none", "full", "selective"] = option(
+        "none", "recompute activations in the backward pass to save memory; selective: but attention and what travelled"
+    )
     seed: int = option(0, "seed of the adapters and of the order of the data")
     eval_every: int = option(0, "steps between evaluations; 0: before and after only")
     eval_samples: int = option(400, "held-out rows to evaluate on")
@@ -87,10 +103,11 @@ class Arguments:
 
     def __post_init__(self) -> None:
         counts = ("batch_size", "gradient_accumulation", "max_length", "eval_samples", "max_new_tokens", "save_every")
-        for name in (*counts, "keep", "max_steps"):
+        for name in (*counts, "keep", "max_steps", "ep", "timeout"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
-        for name in ("epochs", "lr", "lr_kda", "lr_attention", "lr_experts", "lr_projector", "lora_alpha"):
+        rates = ("lr", "lr_kda", "lr_attention", "lr_experts", "lr_projector")
+        for name in ("epochs", *rates, "lora_alpha", "capacity_factor"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name} {value} must be a number above 0")
@@ -113,10 +130,11 @@ def schedule(progress: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
-def launch_command(argv: Sequence[str], processes: int) -> str:
+def launch_command(argv: Sequence[str], processes: int, fsdp: bool, ep: int) -> str:
     """What to type for this run."""
+    config = ["--config_file", f"accelerate_configs/fsdp2{'_ep' if ep > 1 else ''}.yaml"] if fsdp else []
     several = ["--num_processes", str(processes)] if processes > 1 else []
-    return shlex.join(["accelerate", "launch", *several, "scripts/lora.py", *argv])
+    return shlex.join(["accelerate", "launch", *config, *several, "scripts/lora.py", *argv])
 
 
 def resume_command(command: str) -> str:
@@ -124,27 +142,23 @@ def resume_command(command: str) -> str:
     return re.sub(r" --(overwrite|resume)([ =](?!--)\S+)?(?= |$)", "", command) + " --resume"
 
 
+@lost_processes()
 def train(args: Arguments, argv: Sequence[str]) -> None:
     settings = dataclasses.asdict(args)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    command = launch_command(argv, launched)
     if args.log_with and importlib.util.find_spec(args.log_with) is None:
         raise ValueError(f"--log_with {args.log_with}: it is not installed (pip install {args.log_with})")
     resume_from = checkpoint.check_output(args.output_dir, settings, args.overwrite, args.resume)
     output = Path(args.output_dir)
 
-    # A batch without images leaves the projector without gradients: DDP has to be told that this may happen.
-    ddp = DistributedDataParallelKwargs(find_unused_parameters=args.train_projector)
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision="no",
-        log_with=args.log_with,
-        project_dir=args.output_dir,
-        kwargs_handlers=[ddp],
-    )
-    if accelerator.num_processes != launched:
-        raise ValueError(f"{launched} processes were launched but Accelerate knows {accelerator.num_processes}")
+    # Processes, and the mesh of those that share the experts.
+    accelerator = start_processes(args.output_dir, args.log_with, args.timeout)
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+    base_config = load_config(args.model)
+    check_layout(base_config, world, args.ep)
+    mesh = build_mesh(world, args.ep, accelerator.device.type)
+    command = launch_command(argv, world, accelerator.is_fsdp2, args.ep)
+    if world > 1:
+        accelerator.print(rank_map(base_config, world, args.ep))
     if not is_main:
         datasets.disable_progress_bars()
         transformers.logging.set_verbosity_error()
@@ -174,8 +188,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         held_out = data.Chats(Rows(name, eval_source, rank, world), eval_folder, limit, args.skip_bad_images)
 
     # Model: frozen weights, fp32 adapters, one learning rate per kind of layer.
-    base = load_model(args.model, args.dtype)
+    base = load_model(args.model, args.dtype, mesh.get_local_rank("ep"), args.ep)
     identity = lora.base_identity(base, args.model)
+    check_same_start({**settings, **identity})
     storage = storage_report(base)
     model = lora.add_adapter(
         base,
@@ -185,26 +200,29 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         target_modules=args.target_modules,
         train_projector=args.train_projector,
     )
-    if args.gradient_checkpointing:
-        checkpoint_activations(base)
+    if args.gradient_checkpointing != "none":
+        checkpoint_activations(base, selective=args.gradient_checkpointing == "selective")
+    initialise_adapters(model, args.seed)
     rates = {"kda": args.lr_kda, "attention": args.lr_attention, "experts": args.lr_experts}
     rates |= {"projector": args.lr_projector, "dense": args.lr}
     groups = lora.parameter_groups(model, {name: args.lr if lr is None else lr for name, lr in rates.items()})
-    trained = [parameter for group in groups for parameter in group["params"]]
     accelerator.print(storage, lora.trainable_line(model, groups), sep="\n")
     optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    wrapped, optimizer = parallelize(accelerator, model, optimizer, mesh, args.capacity_factor)
+    prepare_moments(optimizer)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0, dtype=torch.int64)
     accelerator.wait_for_everyone()
     if resume_from is not None:
-        state = checkpoint.load_checkpoint(accelerator, resume_from, model, optimizer)
-        step, rows_done, done, load = (state[name] for name in ("step", "rows_done", "done", "load"))
-        batches.load_state_dict(state["data"])
+        states = checkpoint.load_checkpoint(resume_from, model, mesh, optimizer)
+        step, rows_done, done, load = (states[0][name] for name in ("step", "rows_done", "done", "load"))
+        batches.load_state_dict(states[rank]["data"])
         accelerator.print(f"continuing from {resume_from}")
     elif is_main:
         checkpoint.start_output(output, settings)
     accelerator.wait_for_everyone()
+    loads = monitor.Loads(output, is_main, first_step=step)
     metrics = monitor.Metrics(output, is_main, first_step=step)
     if args.log_with:
         accelerator.init_trackers("latentmoe", config={name: str(value) for name, value in settings.items()})
@@ -220,7 +238,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
 
     def save() -> None:
         state = {"step": step, "rows_done": rows_done, "done": done, "load": load, "data": batches.state_dict()}
-        checkpoint.save_checkpoint(accelerator, model, output, identity, optimizer, state, args.keep)
+        checkpoint.save_checkpoint(accelerator, model, mesh, output, identity, optimizer, state, args.keep)
+        loads.write(step)
 
     if step == 0:
         measure("before training")
@@ -229,7 +248,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     with monitor.Progress(done, is_main) as bar, checkpoint.Interrupt() as interrupt:
         while done < 1:
             began, seen = time.perf_counter(), batches.rows_seen
-            window = [next(stream) for _ in range(args.gradient_accumulation)]
+            window = [data.with_images(next(stream), base_config) for _ in range(args.gradient_accumulation)]
             if args.packing and any("cu_seqlens" not in batch for batch in window):
                 raise ValueError("--packing: a packed batch has no `cu_seqlens`, its documents would mix")
 
@@ -246,20 +265,21 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
 
-            loss, step_load = backpropagate(accelerator, wrapped, window, n_tokens)
-            grad_norm = float(accelerator.clip_grad_norm_(trained, args.max_grad_norm))
-            if not math.isfinite(loss + grad_norm):
+            loss, step_load, dropped = backpropagate(accelerator, wrapped, window, n_tokens, args.capacity_factor)
+            reduce_expert_gradients(model, mesh)
+            norms = clip_grad_norm(model, mesh, args.max_grad_norm)
+            if not math.isfinite(loss + norms.total):
                 if last_good is not None:
                     lora.restore(trained, last_good)
-                    if is_main:
-                        checkpoint.save_adapter(model, output, identity)
+                    checkpoint.save_whole_adapter(model, mesh, output, identity)
                     kept = f"the adapter of step {step - 1} is in {output}"
                 elif resume_from is not None:
                     # the checkpoint's own weights gave this loss
                     kept = f"{resume_from} is bad, {checkpoint.last_good_adapter(output, resume_from)}"
                 else:
                     kept = "there was no good step"
-                raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; {kept}. Lower --lr")
+                what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}"
+                raise FloatingPointError(f"{what}; {kept}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
             last_good = lora.snapshot(trained)
             optimizer.step()
@@ -267,11 +287,13 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             step += 1
 
             load = step_load + (load if load.numel() else 0)
+            loads.add(step_load)
             elapsed = time.perf_counter() - began
             # A packed batch may hold nothing but samples that were read for the one before.
             speed, length = n_read / elapsed, round(n_read / max(1, n_rows))
-            record = {"loss": loss, "grad_norm": grad_norm, "lr": args.lr * factor, "done": done}
-            record |= {"tokens": n_tokens, "tokens_per_s": speed, "load_imbalance": monitor.load_imbalance(step_load)}
+            record = {"loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
+            record |= {"lr": args.lr * factor, "done": done}
+            record |= {"tokens": n_tokens, "tokens_per_s": speed, "dropped": dropped, **monitor.load_figures(step_load)}
             # forward and input gradients
             record["tflops"] = 2 * forward_flops_per_token(base.config.get_text_config(), length) * speed / 1e12
             metrics.add(step=step, **record)
@@ -288,11 +310,10 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
 
     measure("after training")
     save()
-    load = accelerator.reduce(load.to(accelerator.device), reduction="sum").cpu()
     too_long, bad_images = global_sum(accelerator, batches.too_long, batches.bad_images)
     accelerator.print(f"left out: {too_long} samples over --max_length, {bad_images} unreadable images")
+    checkpoint.save_whole_adapter(model, mesh, output, identity)
     if is_main:
-        checkpoint.save_adapter(model, output, identity)
         monitor.draw(metrics, load, output / "training.png")
         card = monitor.model_card(
             metrics,

@@ -3,7 +3,10 @@
 output_dir/
   adapter_config.json  adapter_model.safetensors  base_model.json  README.md   the adapter, ready to share
   run.yaml  metrics.jsonl  training.png                                        how it was made
-  checkpoint-000100/   the adapter and state.pt: optimizer, random state, position in the data
+  checkpoint-000100/   the adapter, whole; trained/: weights and moments, each process' part in a file of its own;
+                       state.pt: random state and position in the data of every process
+
+All processes write into the same folder: on several machines it lies in a shared file system.
 
 A checkpoint of step N holds the weights after N updates, and nobody has seen their loss: step N + 1 is the
 first to compute it. Where that is not finite the checkpoint is bad, and the last good adapter is an earlier one.
@@ -14,7 +17,6 @@ import os
 import pickle
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -24,15 +26,20 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from huggingface_hub import HfApi
-from peft import PeftModel, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from peft import PeftModel
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from modeling_latentmoe.training.agreement import check_copies
+from modeling_latentmoe.training.expert_adapters import gather_adapter
 from modeling_latentmoe.training.files import TEMPORARY, write_text
 from modeling_latentmoe.training.lora import BASE_FILE
+from modeling_latentmoe.training.monitor import LOAD_FOLDER
+from modeling_latentmoe.training.trained_state import load_trained_state, save_trained_state
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", BASE_FILE)
 RUN_FILES = (*ADAPTER_FILES, "README.md", "run.yaml", "metrics.jsonl", "training.png")
+TRAINED = "trained"
 # a resumed run may differ from the interrupted one in these alone
 FREE_ON_RESUME = {
     "resume",
@@ -43,6 +50,10 @@ FREE_ON_RESUME = {
     "save_every",
     "output_dir",
     "keep",
+    "ep",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "timeout",
     "traceback",
 }
 
@@ -80,7 +91,7 @@ def remove_run(folder: Path) -> None:
     """Delete what an earlier run left in the folder, and nothing else."""
     for file in RUN_FILES:
         (folder / file).unlink(missing_ok=True)
-    for path in {*folder.glob("checkpoint-*"), *folder.glob(f"*{TEMPORARY}")}:
+    for path in {*folder.glob("checkpoint-*"), *folder.glob(f"*{TEMPORARY}"), *folder.glob(LOAD_FOLDER)}:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -124,19 +135,33 @@ def check_same_run(folder: Path, settings: dict[str, Any]) -> None:
             raise ValueError(f"--resume: --{name} is {value} but the run in {folder} has {started.get(name)}")
 
 
-def save_adapter(model: PeftModel, folder: Path, identity: dict[str, str]) -> None:
-    """Write the adapter, in PEFT's standard files, and beside it which base model it belongs to."""
+def save_adapter(
+    model: PeftModel, folder: Path, identity: dict[str, str], factors: dict[str, Tensor] | None = None
+) -> None:
+    """Write the adapter, in PEFT's standard files, and beside it which base model it belongs to.
+
+    factors: those of the whole model (`gather_adapter`), where this process holds only a part.
+    """
     partial = folder / f"adapter{TEMPORARY}"
-    model.save_pretrained(partial, is_main_process=True)
+    model.save_pretrained(partial, is_main_process=True, state_dict=factors)
     write_text(partial / BASE_FILE, json.dumps(identity, indent=2) + "\n")
     for file in ADAPTER_FILES:
         os.replace(partial / file, folder / file)
     shutil.rmtree(partial)
 
 
+def save_whole_adapter(model: PeftModel, mesh: DeviceMesh, folder: Path, identity: dict[str, str]) -> None:
+    """`save_adapter` by the first process, from what all of them hold; every process calls it."""
+    check_copies(model, mesh)
+    factors = gather_adapter(model, mesh)
+    if factors:
+        save_adapter(model, folder, identity, factors)
+
+
 def save_checkpoint(
     accelerator: Accelerator,
     model: PeftModel,
+    mesh: DeviceMesh,
     folder: Path,
     identity: dict[str, str],
     optimizer: torch.optim.Optimizer,
@@ -149,12 +174,15 @@ def save_checkpoint(
     """
     states = gather_object([{**state, "random": torch.get_rng_state()}])
     final = folder / f"checkpoint-{state['step']:06d}"
+    partial = folder / (final.name + TEMPORARY)
     if accelerator.is_main_process:
-        partial = folder / (final.name + TEMPORARY)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        save_adapter(model, partial, identity)
-        torch.save({"optimizer": optimizer.state_dict(), "processes": states}, partial / "state.pt")
+    accelerator.wait_for_everyone()
+    save_trained_state(partial / TRAINED, model, optimizer, mesh)
+    save_whole_adapter(model, mesh, partial, identity)
+    if accelerator.is_main_process:
+        torch.save(states, partial / "state.pt")
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         for old in checkpoints(folder)[:-keep]:
@@ -164,35 +192,26 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    accelerator: Accelerator, checkpoint: Path, model: PeftModel, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """Put adapter, optimizer and random state back; returns the `state` that this process had saved.
+    checkpoint: Path, model: PeftModel, mesh: DeviceMesh, optimizer: torch.optim.Optimizer
+) -> list[dict[str, Any]]:
+    """Put weights, moments and random state back; returns the `state` of every process that wrote the checkpoint.
 
+    The random state only where as many processes read it as wrote it; nothing that training computes depends on it.
     Raises ValueError that names the file for one that is not whole.
     """
-    saved = read_whole(checkpoint / "state.pt", lambda file: torch.load(file, map_location="cpu", weights_only=True))
-    factors = read_whole(checkpoint / "adapter_model.safetensors", load_file)
-    if len(saved["processes"]) != accelerator.num_processes:
-        raise ValueError(
-            f"--resume: {checkpoint} was written by {len(saved['processes'])} processes, this run has "
-            f"{accelerator.num_processes}"
-        )
-    result = set_peft_model_state_dict(model, factors)
-    assert not result.unexpected_keys, result.unexpected_keys
-    optimizer.load_state_dict(saved["optimizer"])
-    state = saved["processes"][accelerator.process_index]
-    torch.set_rng_state(state.pop("random"))
-    return state
-
-
-def read_whole(file: Path, read: Callable[[Path], Any]) -> Any:
-    """`read(file)`; ValueError where the file is damaged or ends too early."""
+    whole = f"delete {checkpoint} to continue from an earlier checkpoint"
     try:
-        return read(file)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-        raise ValueError(
-            f"--resume: {file} is damaged or cut short; delete {file.parent} to continue from an earlier checkpoint"
-        ) from error
+        states = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"--resume: {checkpoint / 'state.pt'} is damaged or cut short; {whole}") from error
+    try:
+        load_trained_state(checkpoint / TRAINED, model, optimizer, mesh)
+    except ValueError as error:
+        raise ValueError(f"--resume: {error}; {whole}") from error
+    random = [state.pop("random") for state in states]
+    if len(states) == mesh.size():
+        torch.set_rng_state(random[mesh.get_rank()])
+    return states
 
 
 class Interrupt:

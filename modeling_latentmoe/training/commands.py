@@ -43,5 +43,9 @@ def first_to_speak(environment: Mapping[str, str]) -> bool:
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("WORLD_SIZE", "1") == "1":
         return True
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    store = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20))
-    return store.add("latentmoe/errors", 1) == 1
+    try:
+        store = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20))
+        return store.add("latentmoe/errors", 1) == 1
+    except torch.distributed.DistError:
+        # the machine of the store is gone
+        return True

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
 
 from modeling_latentmoe.image_processing_latentmoe import load_image
 from modeling_latentmoe.training.loss import IGNORE, count_loss_tokens
@@ -242,6 +243,22 @@ def image_inputs(samples: list[Sample]) -> dict[str, Tensor]:
     return {
         "pixel_values": torch.cat([sample.pixel_values for sample in with_images]),
         "grid_thws": torch.cat([sample.grid_thws for sample in with_images]),
+    }
+
+
+def with_images(batch: dict[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:
+    """`batch`, with no images at all instead of none mentioned, for a model that has a tower.
+
+    The tower then runs, on no patches: processes that share its weights need each other whenever it runs, and every
+    process has gradients of the projector's adapters, if only zeros.
+    """
+    if config.vision_config is None or "pixel_values" in batch:
+        return batch
+    patch = config.vision_config.patch_size
+    return {
+        **batch,
+        "pixel_values": torch.empty(0, 3, patch, patch),
+        "grid_thws": torch.empty(0, 3, dtype=torch.int64),
     }
 
 

@@ -6,13 +6,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from modeling_latentmoe.chat_latentmoe import parse_message
-from modeling_latentmoe.training.data import Chat, encode_chat, encode_prompt, pad
-from modeling_latentmoe.training.loss import count_loss_tokens, token_loss_sum
+from modeling_latentmoe.training.data import Chat, Sample, encode_chat, encode_prompt, pad, with_images
+from modeling_latentmoe.training.loss import count_loss_tokens, global_sum, token_loss_sum
+
+# what a process evaluates while others still have chats and it has none: they may need its experts or its weights
+IDLE = Chat("idle", [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}])
 
 
-@torch.inference_mode()
+# not inference_mode: sharded weights that are gathered in it could not be trained afterwards
+@torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
     model: Any,
@@ -33,14 +38,18 @@ def evaluate(
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, right answers, answers
     remaining = iter(chats)
-    while group := list(islice(remaining, batch_size)):
-        batch = pad([encode_chat(processor, chat, thinking) for chat in group], processor.tokenizer.pad_token_id)
-        batch = {name: value.to(model.device) for name, value in batch.items()}
+    while True:
+        group = list(islice(remaining, batch_size))
+        if not any(global_sum(accelerator, len(group))):
+            break
+        batch = encode(model, [encode_chat(processor, chat, thinking) for chat in group or [IDLE]], processor)
         labels_BT = batch.pop("labels")
         loss = token_loss_sum(model(**batch).logits, labels_BT)
-        answers = generate_answers(model, processor, group, max_new_tokens, thinking)
-        right = sum(answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=True))
-        sums += torch.tensor([loss.item(), count_loss_tokens(labels_BT), right, len(group)], dtype=torch.float64)
+        answers = generate_answers(accelerator, model, processor, group or [IDLE], max_new_tokens, thinking)
+        right = sum(answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=False))
+        if group:
+            counts = [loss.item(), count_loss_tokens(labels_BT), right, len(group)]
+            sums += torch.tensor(counts, dtype=torch.float64)
     model.train(was_training)
     loss, tokens, right, answers = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     if not answers:
@@ -48,14 +57,27 @@ def evaluate(
     return {"eval_loss": loss / tokens, "eval_accuracy": right / answers, "eval_samples": int(answers)}
 
 
+def encode(model: Any, samples: list[Sample], processor: Any, left: bool = False) -> dict[str, Tensor]:
+    """The samples as one padded batch on the model's device."""
+    batch = with_images(pad(samples, processor.tokenizer.pad_token_id, left), model.config)
+    return {name: value.to(model.device) for name, value in batch.items()}
+
+
 def generate_answers(
-    model: Any, processor: Any, chats: Sequence[Chat], max_new_tokens: int, thinking: bool
+    accelerator: Accelerator,
+    model: Any,
+    processor: Any,
+    chats: Sequence[Chat],
+    max_new_tokens: int,
+    thinking: bool,
 ) -> list[str]:
-    """The greedy answers to the prompts of `chats`, generated together."""
-    prompts = [encode_prompt(processor, chat, thinking) for chat in chats]
-    batch = pad(prompts, processor.tokenizer.pad_token_id, left=True)
+    """The greedy answers to the prompts of `chats`, generated together.
+
+    A process whose answers are complete goes on until those of all processes are.
+    """
+    batch = encode(model, [encode_prompt(processor, chat, thinking) for chat in chats], processor, left=True)
     batch.pop("labels")
-    batch = {name: value.to(model.device) for name, value in batch.items()}
-    ids_BT = model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
+    several = accelerator.num_processes > 1
+    ids_BT = model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False, synced_gpus=several)
     start = batch["input_ids"].shape[1]
     return [parse_message(processor.tokenizer, ids[start:], thinking)["response"] for ids in ids_BT.tolist()]

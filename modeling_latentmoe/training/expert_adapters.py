@@ -1,4 +1,4 @@
-"""Adapters of experts that are shared out over ranks: the same values, and the same file, at every degree.
+"""Adapters when experts are shared out over ranks: the same values, and the same file, at every degree.
 
 Each process holds PEFT's two factors of its own experts. PEFT's layout of a stack of E matrices [out, in] at rank r:
 lora_A [E * r, in], expert by expert, and lora_B [out, r * E], in which the expert is the faster index.
@@ -17,18 +17,19 @@ from modeling_latentmoe.training.mesh import is_expert
 
 
 @torch.no_grad()
-def initialise_expert_adapters(model: nn.Module, seed: int) -> None:
-    """Draw the first factors of all expert adapters again, each from `seed`, its name and its expert alone.
+def initialise_adapters(model: nn.Module, seed: int) -> None:
+    """Draw the first factors of all adapters again, each from `seed`, its name and, of a stack, its expert alone.
 
-    PEFT draws a stack at once: which numbers an expert gets would depend on how many others the process holds. The
+    PEFT draws one after the other: which numbers a factor gets would depend on how many experts the process holds. The
     distribution is PEFT's, uniform in +- 1 / sqrt(in); the second factors stay zero.
     """
     owned = held_experts(model)
     for name, param in model.named_parameters():
-        if not (is_expert(name) and "lora_A" in name):
+        if "lora_A" not in name:
             continue
         bound = 1 / math.sqrt(param.shape[1])
-        for expert, rows in zip(owned, param.chunk(len(owned)), strict=True):
+        matrices = zip(owned, param.chunk(len(owned)), strict=True) if is_expert(name) else [("", param)]
+        for expert, rows in matrices:
             key = hashlib.sha256(f"{seed} {name} {expert}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
             rows.copy_(torch.empty(rows.shape, dtype=rows.dtype).uniform_(-bound, bound, generator=generator))

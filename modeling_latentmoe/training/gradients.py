@@ -6,14 +6,19 @@ travelled to it, what its expert-parallel group owes that expert: over the group
 are summed here, and divided by the number of all processes.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from modeling_latentmoe.training.mesh import is_expert
+
+# whose gradient a process holds: that of its own experts, a shard, or a copy
+EXPERT, SHARDED, COPIED = range(3)
 
 
 def exclude_experts_from_ddp(model: nn.Module) -> None:
@@ -36,27 +41,56 @@ def reduce_expert_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
             param.grad = grad.div_(mesh.size())
 
 
-@torch.no_grad()
-def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> float:
-    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before.
+class Norms(NamedTuple):
+    """Norm of all gradients of the whole model, and of those of every target of LoRA, over all layers."""
 
-    It is that of the whole model's gradients, each counted once: those of experts are summed over "ep", sharded ones
-    over their own mesh, replicated ones taken as they are. The same number on every process.
+    total: float
+    targets: dict[str, float]
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> Norms:
+    """Scale all gradients so that their norm is at most `max_norm`; returns the norms before, same on every process.
+
+    Each gradient of the whole model counts once: those of experts are summed over "ep", sharded ones over the mesh of
+    their shards, replicated ones taken as they are.
     """
-    grads: dict[bool, list[Tensor]] = {True: [], False: []}
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            grads[is_expert(name)].append(param.grad)
-    squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
-    for place, kind in enumerate((True, False)):
-        if grads[kind]:
-            norm = torch.nn.utils.get_total_norm(grads[kind])
-            squares[place] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().square()
-    dist.all_reduce(squares[:1], group=mesh.get_group("ep"))
-    total = float(squares.sum().sqrt())
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    targets = {name: target_of(model, name) for name in trained}
+    zeros = torch.zeros(3, dtype=torch.float64, device=mesh.device_type)
+    squares = {target: zeros.clone() for target in targets.values()}
+    grads = {name: param.grad for name, param in trained.items() if param.grad is not None}
+    for name, grad in grads.items():
+        local, kind = (grad.to_local(), SHARDED) if isinstance(grad, DTensor) else (grad, COPIED)
+        squares[targets[name]][EXPERT if is_expert(name) else kind] += local.norm().double().square()
+    squares_3N = torch.stack(list(squares.values()), dim=1)
+    dist.all_reduce(squares_3N[EXPERT], group=mesh.get_group("ep"))
+    # of the parameters and not of the gradients: every process takes the same collectives
+    groups = {
+        param.device_mesh.get_group(_shard_axis(param)) for param in trained.values() if isinstance(param, DTensor)
+    }
+    for group in groups:
+        dist.all_reduce(squares_3N[SHARDED], group=group)
+    total = float(squares_3N.sum().sqrt())
     scale = max_norm / (total + 1e-6)
     # false for one that is not finite: gradients stay as they are
     if scale < 1:
-        for grad in grads[True] + grads[False]:
+        for grad in grads.values():
             grad.mul_(scale)
-    return total
+    return Norms(total, dict(zip(squares, squares_3N.sum(0).sqrt().tolist(), strict=True)))
+
+
+def target_of(model: nn.Module, name: str) -> str:
+    """What LoRA adapts with the parameter of this full name, such as "q_proj" or "experts.down_proj"; the name of any
+    other parameter."""
+    owner, lora, _ = name.partition(".lora_")
+    if not lora:
+        return name
+    if is_expert(name):
+        return f"experts.{model.get_submodule(owner).parameter_name}"
+    return owner.rpartition(".")[2]
+
+
+def _shard_axis(param: DTensor) -> int:
+    (axis,) = (axis for axis, placement in enumerate(param.placements) if placement.is_shard())
+    return axis

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoProcessor,
+    PreTrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
 )
@@ -24,7 +25,7 @@ from modeling_latentmoe.training.streaming import check_shares, streamed
 # the trained tiny model that comes with the package
 _TINY = Path(modeling_latentmoe.__file__).parent / "tiny"
 SHIPPED_MODEL = str(_TINY.relative_to(Path.cwd()) if _TINY.is_relative_to(Path.cwd()) else _TINY)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @contextmanager
@@ -46,8 +47,14 @@ def load_processor(model: str) -> ProcessorMixin:
         return AutoProcessor.from_pretrained(_local(model), trust_remote_code=True)
 
 
+def load_config(model: str) -> PreTrainedConfig:
+    """The config of `model` (a local folder, a Hub id or a URL), its code fetched under the lock."""
+    with remote_code_lock():
+        return AutoConfig.from_pretrained(_local(model), trust_remote_code=True)
+
+
 def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1) -> PreTrainedModel:
-    """The image-text-to-text model of `model` (a local folder, a Hub id or a URL) in "fp32" or "bf16".
+    """The image-text-to-text model of `model` (a local folder, a Hub id or a URL) in "fp64", "fp32" or "bf16".
 
     With an expert-parallel degree n above 1 this process, rank r, holds and reads experts [r * E / n, (r + 1) * E / n)
     of every layer only. So read, range by range, are also checkpoints that do not fit in memory and those at a URL,

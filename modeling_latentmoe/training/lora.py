@@ -24,6 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from modeling_latentmoe.training.expert_adapters import held_experts
+from modeling_latentmoe.training.mesh import is_expert
+
 DENSE_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
@@ -58,7 +61,7 @@ def add_adapter(
     target_modules: list[str] | None = None,
     train_projector: bool = False,
 ) -> PeftModel:
-    """Freeze `model` and put fp32 LoRA factors beside its weights, in place.
+    """Freeze `model` and put fp32 LoRA factors beside its weights (fp64 in a model of that dtype), in place.
 
     `target_modules` are the last parts of module names, and "experts.gate_up_proj" / "experts.down_proj" for
     the routed experts; None takes all default targets that the model has. Dense layers get rank `r`, every
@@ -101,6 +104,11 @@ def add_adapter(
         # PEFT says that patterns for stacked parameters are ignored; they are not, as is checked below
         warnings.filterwarnings("ignore", message=".*(rank_pattern|alpha_pattern|is_gradient_checkpointing).*")
         peft_model = get_peft_model(model, config)
+    if model.dtype == torch.float64:
+        # beside packed experts PEFT makes them fp32
+        for parameter in peft_model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.double()
     check_adapter(peft_model, chosen, experts, r, expert_rank, lora_alpha / r)
     return peft_model
 
@@ -189,8 +197,16 @@ def group_of(name: str, layer_types: list[str]) -> str:
 
 def trainable_line(model: nn.Module, groups: list[dict]) -> str:
     """How many weights train, in all and by group; packed weights count as the numbers they stand for."""
-    total = sum(weights(parameter) for name, parameter in model.named_parameters() if not name.endswith("_scale"))
+    experts = model.config.get_text_config().num_experts or 0
+    # of the experts a process may hold only a share
+    copies = experts // len(held_experts(model)) if experts else 1
+    total = sum(
+        weights(parameter) * (copies if is_expert(name) else 1)
+        for name, parameter in model.named_parameters()
+        if not name.endswith("_scale")
+    )
     counts = {group["name"]: sum(p.numel() for p in group["params"]) for group in groups}
+    counts |= {name: count * copies for name, count in counts.items() if name == "experts"}
     train = sum(counts.values())
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     return f"trainable parameters: {train:,} of {total:,} = {100 * train / total:.2f} % ({parts})"

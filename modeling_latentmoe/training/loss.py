@@ -12,11 +12,14 @@ before the first forward of the step.
 """
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
+
+from modeling_latentmoe.training.expert_parallel import count_drops
 
 IGNORE = -100
 
@@ -42,21 +45,32 @@ def global_sum(accelerator: Accelerator, *counts: int) -> list[int]:
     return total.tolist()
 
 
+class Step(NamedTuple):
+    """What all processes computed together: the loss, and the expert load, int64 [MoE layers, E], empty for a model
+    without routed experts. dropped: assignments of tokens to experts beyond their capacity."""
+
+    loss: float
+    load: Tensor
+    dropped: int
+
+
 def backpropagate(
-    accelerator: Accelerator, model: nn.Module, window: list[dict[str, Tensor]], n_tokens: int
-) -> tuple[float, Tensor]:
+    accelerator: Accelerator,
+    model: nn.Module,
+    window: list[dict[str, Tensor]],
+    n_tokens: int,
+    capacity_factor: float | None = None,
+) -> Step:
     """Forward and backward of this process' micro-batches of one step.
 
     `window` holds batches of model arguments with `labels`; `n_tokens` is the number of trained tokens of
-    all processes. Returns the loss of the whole step (the same number on every process) and this process'
-    expert load, int64 [MoE layers, E], empty for a
-    model without routed experts.
+    all processes. Returns the same numbers on every process.
     """
     # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole
     # window
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
     loss_sum = torch.zeros((), dtype=torch.float64)
-    load = torch.zeros(0, dtype=torch.int64)
+    loads, dropped = [], 0
     for i, batch in enumerate(window):
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
         labels_BT = batch.pop("labels")
@@ -67,6 +81,11 @@ def backpropagate(
             accelerator.backward(batch_loss * scale)
         loss_sum += batch_loss.detach().double().cpu()
         if output.expert_load is not None:
-            load = output.expert_load.cpu() + (load if load.numel() else 0)
+            loads.append(output.expert_load)
+            if capacity_factor is not None:
+                dropped += count_drops(output.expert_load, capacity_factor)
     total = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
-    return float(total) / n_tokens, load
+    if not loads:
+        return Step(float(total) / n_tokens, torch.zeros(0, dtype=torch.int64), 0)
+    load = accelerator.reduce(torch.stack(loads).sum(0), reduction="sum").cpu()
+    return Step(float(total) / n_tokens, load, *global_sum(accelerator, dropped))

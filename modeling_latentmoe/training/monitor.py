@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -16,6 +18,7 @@ from modeling_latentmoe.training.commands import report_error
 from modeling_latentmoe.training.files import TEMPORARY, write_text
 
 T = TypeVar("T")
+LOAD_FOLDER = "expert_load"
 BAR = "{percentage:3.0f}%|{bar:24}| {desc} [{elapsed}<{remaining}]"
 
 
@@ -40,6 +43,39 @@ class Metrics:
         """Steps and values of all records that hold `name`."""
         records = [record for record in self.records if name in record]
         return [record["step"] for record in records], [record[name] for record in records]
+
+
+class Loads:
+    """How many rows every expert got in every step: expert_load/step-000100.safetensors holds the steps of the run up
+    to 100 that no earlier file holds, int32 [steps, MoE layers, E].
+
+    Written with the checkpoints, so that a continued run leaves what an uninterrupted one would.
+    """
+
+    def __init__(self, folder: Path, active: bool, first_step: int = 0) -> None:
+        self.folder, self.active = folder / LOAD_FOLDER, active
+        self.steps: list[Tensor] = []
+        if active and self.folder.is_dir():
+            for file in self.folder.iterdir():
+                # steps after the checkpoint are done again
+                if file.name > self.file(first_step).name:
+                    file.unlink()
+
+    def file(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.safetensors"
+
+    def add(self, load_LE: Tensor) -> None:
+        if self.active and load_LE.numel():
+            self.steps.append(load_LE.int())
+
+    def write(self, step: int) -> None:
+        if self.steps:
+            self.folder.mkdir(exist_ok=True)
+            file = self.file(step)
+            partial = file.with_name(file.name + TEMPORARY)
+            save_file({"load": torch.stack(self.steps)}, partial)
+            os.replace(partial, file)
+            self.steps = []
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
@@ -78,13 +114,13 @@ class Progress:
         self.bar.close()
 
 
-def load_imbalance(load: Tensor) -> float:
-    """Busiest expert over the average one, in the worst layer, of a load [MoE layers, E]; 0 without
-    experts."""
+def load_figures(load: Tensor) -> dict[str, float]:
+    """Of a load [MoE layers, E]: busiest expert over the average one in the worst layer, and experts that got nothing;
+    zeros without experts."""
     if not load.numel():
-        return 0.0
-    load = load.double()
-    return float((load.amax(-1) / load.mean(-1).clamp(min=1)).max())
+        return {"load_imbalance": 0.0, "idle_experts": 0}
+    mean = load.double().mean(-1).clamp(min=1)
+    return {"load_imbalance": float((load.amax(-1) / mean).max()), "idle_experts": int((load == 0).sum())}
 
 
 def draw(metrics: Metrics, load: Tensor, path: Path) -> None:

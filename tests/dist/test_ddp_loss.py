@@ -44,9 +44,8 @@ groups = [documents[i * len(documents) // n : (i + 1) * len(documents) // n] for
 mine = groups[accelerator.process_index :: accelerator.num_processes]
 window = [pack(group) if packing else pad(group, 0) for group in mine]
 tokens, = global_sum(accelerator, sum(count_loss_tokens(batch["labels"]) for batch in window))
-loss, load = backpropagate(accelerator, wrapped, window, tokens)
+loss, load, dropped = backpropagate(accelerator, wrapped, window, tokens)
 norm = accelerator.clip_grad_norm_(trained, 1e9)
-load = accelerator.reduce(load.to(accelerator.device), reduction="sum")
 manual = torch.cat([p.grad.flatten().double() for p in trained]).norm()
 torch.save({"loss": loss, "norm": float(norm), "manual": float(manual), "tokens": tokens, "load": load,
             "gradients": {name: p.grad for name, p in model.named_parameters() if p.requires_grad}},

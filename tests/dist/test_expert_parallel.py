@@ -25,7 +25,7 @@ from modeling_latentmoe.training import lora
 from modeling_latentmoe.training.data import Sample, pack
 from modeling_latentmoe.training.expert_adapters import (
     gather_adapter,
-    initialise_expert_adapters,
+    initialise_adapters,
     slice_factor,
 )
 from modeling_latentmoe.training.expert_parallel import AllToAll, count_drops, drop_excess, expert_parallel
@@ -151,7 +151,7 @@ def build(dtype: torch.dtype, checkpointing: bool, ep_rank: int, ep_degree: int)
     model = LatentMoEForConditionalGeneration(LatentMoEConfig.tiny(vision=False)).train()
     restrict_experts(model, ep_rank, ep_degree)
     model = lora.add_adapter(model, r=4, lora_alpha=8, expert_rank=2).to(dtype)
-    initialise_expert_adapters(model, seed=0)
+    initialise_adapters(model, seed=0)
     owned = owned_experts(ep_rank, ep_degree, EXPERTS)
     for name, param in model.named_parameters():
         if name.endswith("block_sparse_moe.gate.weight"):

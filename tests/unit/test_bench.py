@@ -2,9 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from modeling_latentmoe.training.results import record, with_tables
 from scripts import bench
 
 RECORDS = json.loads(bench.RESULTS.read_text())
@@ -12,7 +14,7 @@ RECORDS = json.loads(bench.RESULTS.read_text())
 
 def test_readme_has_the_recorded_tables() -> None:
     readme = (bench.ROOT / "README.md").read_text()
-    assert bench.with_tables(readme, RECORDS) == readme, "run `python scripts/bench.py readme`"
+    assert with_tables(readme, bench.tables(RECORDS)) == readme, "run `python scripts/bench.py readme`"
 
 
 def test_ranks_read_what_they_own() -> None:
@@ -29,16 +31,16 @@ def test_ranks_read_what_they_own() -> None:
     assert (owned[1] - owned[2]) / (owned[0] - owned[1]) == pytest.approx(0.75, abs=1e-3)
 
 
-def test_recording_keeps_other_commands(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "RESULTS", tmp_path / "scale.json")
-    bench.record("a", "cpu", [{"op": "x"}])
-    bench.record("b", "cpu", [{"op": "y"}])
-    bench.record("a", "cpu", [{"op": "z"}])
-    entries = json.loads((tmp_path / "scale.json").read_text())
+def test_recording_keeps_other_commands(tmp_path: Path) -> None:
+    file = tmp_path / "scale.json"
+    record(file, "a", "cpu", [{"op": "x"}])
+    record(file, "b", "cpu", [{"op": "y"}])
+    record(file, "a", "cpu", [{"op": "z"}])
+    entries = json.loads(file.read_text())
     assert [(entry["command"], entry["rows"][0]["op"]) for entry in entries] == [("a", "z"), ("b", "y")]
     assert all(re.fullmatch(r"CPU, \d+ cores", entry["device"]) for entry in entries)
 
 
 def test_missing_markers_are_named() -> None:
     with pytest.raises(ValueError, match="no table markers for shares"):
-        bench.with_tables("# nothing", RECORDS)
+        with_tables("# nothing", bench.tables(RECORDS))

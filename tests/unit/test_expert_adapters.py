@@ -11,7 +11,7 @@ from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneratio
 from modeling_latentmoe.training import lora
 from modeling_latentmoe.training.expert_adapters import (
     held_experts,
-    initialise_expert_adapters,
+    initialise_adapters,
     merge_factor,
     slice_adapter,
     slice_factor,
@@ -28,7 +28,7 @@ def adapted(ep_rank: int, ep_degree: int) -> nn.Module:
     restrict_experts(model, ep_rank, ep_degree)
     torch.manual_seed(1)
     model = lora.add_adapter(model, r=4, lora_alpha=8, expert_rank=2)
-    initialise_expert_adapters(model, seed=3)
+    initialise_adapters(model, seed=3)
     return model
 
 
@@ -62,7 +62,7 @@ def test_initial_values_are_those_of_peft_in_distribution() -> None:
     assert len(rows.unique(dim=0)) == len(rows)
     assert all((value == 0).all() for name, value in factors(model).items() if "lora_B" in name)
     before = {name: value.clone() for name, value in firsts.items()}
-    initialise_expert_adapters(model, seed=4)
+    initialise_adapters(model, seed=4)
     assert not any(torch.equal(before[name], value) for name, value in firsts.items())
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
 from modeling_latentmoe.training import checkpoint, commands, monitor
 
@@ -64,9 +65,27 @@ def test_picture(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "training.png", "dense.png"}
 
 
-def test_load_imbalance_is_the_worst_layer() -> None:
-    assert monitor.load_imbalance(torch.tensor([[4, 4, 4, 4], [8, 4, 4, 0]])) == 2.0
-    assert monitor.load_imbalance(torch.zeros(0)) == 0.0
+def test_load_figures_are_those_of_the_worst_layer() -> None:
+    load = torch.tensor([[4, 4, 4, 4], [8, 4, 4, 0]])
+    assert monitor.load_figures(load) == {"load_imbalance": 2.0, "idle_experts": 1}
+    assert monitor.load_figures(torch.zeros(0)) == {"load_imbalance": 0.0, "idle_experts": 0}
+
+
+def test_loads_of_every_step_survive_a_resume(tmp_path: Path) -> None:
+    """Steps 1 to 5 with checkpoints after 2 and 4; continued from 2: the file of steps 3 and 4 is written again."""
+    load = torch.arange(6).view(2, 3)
+    loads = monitor.Loads(tmp_path, active=True)
+    for step in range(1, 6):
+        loads.add(load * step)
+        if step % 2 == 0:
+            loads.write(step)
+    found = {file.name: load_file(file)["load"] for file in (tmp_path / monitor.LOAD_FOLDER).iterdir()}
+    assert found.keys() == {"step-000002.safetensors", "step-000004.safetensors"}
+    expected = torch.stack([load * 3, load * 4]).int()
+    assert torch.equal(found["step-000004.safetensors"], expected) and expected.dtype == torch.int32
+    monitor.Loads(tmp_path, active=True, first_step=2)
+    assert [file.name for file in (tmp_path / monitor.LOAD_FOLDER).iterdir()] == ["step-000002.safetensors"]
+    monitor.Loads(tmp_path, active=False).add(load)
 
 
 def card(folder: Path, base: str) -> str:
