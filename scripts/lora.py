@@ -30,6 +30,7 @@ from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, files, lora, monitor
 from modeling_latentmoe.training.agreement import check_same_start
 from modeling_latentmoe.training.arguments import option
+from modeling_latentmoe.training.balance import AuxiliaryLoss, Balancing, QuantileBalancing, check_router
 from modeling_latentmoe.training.evaluate import evaluate
 from modeling_latentmoe.training.expert_adapters import initialise_adapters
 from modeling_latentmoe.training.flops import forward_flops_per_token
@@ -71,6 +72,10 @@ class Arguments:
     dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "precision of frozen weights; adapters: fp32, or fp64 too")
     ep: int = option(1, "expert-parallel degree: so many processes share the experts of every layer")
     capacity_factor: float | None = option(None, "drop a process' tokens beyond this times an expert's even share")
+    balance: Literal["none", "auxiliary", "quantile"] = option(
+        "none", "even loads of experts: a loss, or Quantile Balancing of the routers' selection biases"
+    )
+    auxiliary_coefficient: float = option(1e-3, "weight of the loss of --balance auxiliary")
     timeout: int = option(1800, "seconds until a process that does not answer is given up")
     lr: float = option(1.5e-3, "peak learning rate of everything without a rate of its own")
     lr_kda: float | None = option(None, "peak learning rate of the linear-attention (KDA) layers")
@@ -107,7 +112,7 @@ class Arguments:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
         rates = ("lr", "lr_kda", "lr_attention", "lr_experts", "lr_projector")
-        for name in ("epochs", *rates, "lora_alpha", "capacity_factor"):
+        for name in ("epochs", *rates, "lora_alpha", "capacity_factor", "auxiliary_coefficient"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name} {value} must be a number above 0")
@@ -155,6 +160,11 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     base_config = load_config(args.model)
     check_layout(base_config, world, args.ep)
+    balancing: Balancing | None = None
+    if args.balance == "auxiliary":
+        balancing = AuxiliaryLoss(base_config.get_text_config(), args.auxiliary_coefficient)
+    elif args.balance == "quantile":
+        check_router(base_config.get_text_config())
     mesh = build_mesh(world, args.ep, accelerator.device.type)
     command = launch_command(argv, world, accelerator.is_fsdp2, args.ep)
     if world > 1:
@@ -213,12 +223,21 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0, dtype=torch.int64)
+    if args.balance == "quantile":
+        balancing = QuantileBalancing(base)
     accelerator.wait_for_everyone()
     if resume_from is not None:
-        states = checkpoint.load_checkpoint(resume_from, model, mesh, optimizer)
-        step, rows_done, done, load = (states[0][name] for name in ("step", "rows_done", "done", "load"))
-        batches.load_state_dict(states[rank]["data"])
+        state, positions = checkpoint.load_checkpoint(resume_from, model, mesh, optimizer)
+        step, rows_done, done, load = (state[name] for name in ("step", "rows_done", "done", "load"))
+        position, repeated = data.reshard(positions, rows)
+        batches.load_state_dict(position)
+        # else --epochs would end early by these rows
+        rows_done -= repeated
+        if balancing is not None:
+            balancing.load(state["balancing"])
         accelerator.print(f"continuing from {resume_from}")
+        if repeated:
+            accelerator.print(f"{repeated} rows of packed batches under way are read again")
     elif is_main:
         checkpoint.start_output(output, settings)
     accelerator.wait_for_everyone()
@@ -236,9 +255,16 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             accuracy, loss, n = (result[f"eval_{name}"] for name in ("accuracy", "loss", "samples"))
             accelerator.print(f"{when}: {accuracy:.1%} of {n} held-out answers are exact, loss {loss:.4f}")
 
+    def biases() -> dict[str, torch.Tensor]:
+        return balancing.biases() if balancing else {}
+
     def save() -> None:
-        state = {"step": step, "rows_done": rows_done, "done": done, "load": load, "data": batches.state_dict()}
-        checkpoint.save_checkpoint(accelerator, model, mesh, output, identity, optimizer, state, args.keep)
+        state = {"step": step, "rows_done": rows_done, "done": done, "load": load}
+        state["balancing"] = balancing.state() if balancing else {}
+        position = batches.state_dict()
+        checkpoint.save_checkpoint(
+            accelerator, model, mesh, output, identity, optimizer, biases(), state, position, args.keep
+        )
         loads.write(step)
 
     if step == 0:
@@ -265,13 +291,15 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
 
-            loss, step_load, dropped = backpropagate(accelerator, wrapped, window, n_tokens, args.capacity_factor)
+            loss, step_load, auxiliary, dropped = backpropagate(
+                accelerator, wrapped, window, n_tokens, n_read, balancing, args.capacity_factor
+            )
             reduce_expert_gradients(model, mesh)
             norms = clip_grad_norm(model, mesh, args.max_grad_norm)
             if not math.isfinite(loss + norms.total):
                 if last_good is not None:
                     lora.restore(trained, last_good)
-                    checkpoint.save_whole_adapter(model, mesh, output, identity)
+                    checkpoint.save_whole_adapter(model, mesh, output, identity, biases())
                     kept = f"the adapter of step {step - 1} is in {output}"
                 elif resume_from is not None:
                     # the checkpoint's own weights gave this loss
@@ -284,6 +312,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             last_good = lora.snapshot(trained)
             optimizer.step()
             optimizer.zero_grad()
+            if balancing is not None:
+                balancing.update(step_load)
             step += 1
 
             load = step_load + (load if load.numel() else 0)
@@ -293,7 +323,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             speed, length = n_read / elapsed, round(n_read / max(1, n_rows))
             record = {"loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
             record |= {"lr": args.lr * factor, "done": done}
-            record |= {"tokens": n_tokens, "tokens_per_s": speed, "dropped": dropped, **monitor.load_figures(step_load)}
+            record |= {"tokens": n_tokens, "tokens_per_s": speed, "dropped": dropped, "auxiliary_loss": auxiliary}
+            record |= monitor.load_figures(step_load)
             # forward and input gradients
             record["tflops"] = 2 * forward_flops_per_token(base.config.get_text_config(), length) * speed / 1e12
             metrics.add(step=step, **record)
@@ -312,7 +343,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     save()
     too_long, bad_images = global_sum(accelerator, batches.too_long, batches.bad_images)
     accelerator.print(f"left out: {too_long} samples over --max_length, {bad_images} unreadable images")
-    checkpoint.save_whole_adapter(model, mesh, output, identity)
+    checkpoint.save_whole_adapter(model, mesh, output, identity, biases())
     if is_main:
         monitor.draw(metrics, load, output / "training.png")
         card = monitor.model_card(

@@ -2,6 +2,7 @@
 
 output_dir/
   adapter_config.json  adapter_model.safetensors  base_model.json  README.md   the adapter, ready to share
+  router_bias.safetensors                                                      what Quantile Balancing learned
   run.yaml  metrics.jsonl  training.png                                        how it was made
   checkpoint-000100/   the adapter, whole; trained/: weights and moments, each process' part in a file of its own;
                        state.pt: random state and position in the data of every process
@@ -35,10 +36,11 @@ from modeling_latentmoe.training.expert_adapters import gather_adapter
 from modeling_latentmoe.training.files import TEMPORARY, write_text
 from modeling_latentmoe.training.lora import BASE_FILE
 from modeling_latentmoe.training.monitor import LOAD_FOLDER
+from modeling_latentmoe.training.router_bias import BIAS_FILE, write_biases
 from modeling_latentmoe.training.trained_state import load_trained_state, save_trained_state
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", BASE_FILE)
-RUN_FILES = (*ADAPTER_FILES, "README.md", "run.yaml", "metrics.jsonl", "training.png")
+RUN_FILES = (*ADAPTER_FILES, BIAS_FILE, "README.md", "run.yaml", "metrics.jsonl", "training.png")
 TRAINED = "trained"
 # a resumed run may differ from the interrupted one in these alone
 FREE_ON_RESUME = {
@@ -136,26 +138,39 @@ def check_same_run(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def save_adapter(
-    model: PeftModel, folder: Path, identity: dict[str, str], factors: dict[str, Tensor] | None = None
+    model: PeftModel,
+    folder: Path,
+    identity: dict[str, str],
+    factors: dict[str, Tensor] | None = None,
+    biases: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the adapter, in PEFT's standard files, and beside it which base model it belongs to.
 
-    factors: those of the whole model (`gather_adapter`), where this process holds only a part.
+    factors: those of the whole model (`gather_adapter`), where this process holds only a part. biases: of its routers,
+    if they were trained.
     """
     partial = folder / f"adapter{TEMPORARY}"
     model.save_pretrained(partial, is_main_process=True, state_dict=factors)
     write_text(partial / BASE_FILE, json.dumps(identity, indent=2) + "\n")
-    for file in ADAPTER_FILES:
+    if biases:
+        write_biases(partial, biases)
+    for file in (*ADAPTER_FILES, *([BIAS_FILE] if biases else [])):
         os.replace(partial / file, folder / file)
     shutil.rmtree(partial)
 
 
-def save_whole_adapter(model: PeftModel, mesh: DeviceMesh, folder: Path, identity: dict[str, str]) -> None:
+def save_whole_adapter(
+    model: PeftModel,
+    mesh: DeviceMesh,
+    folder: Path,
+    identity: dict[str, str],
+    biases: dict[str, Tensor] | None = None,
+) -> None:
     """`save_adapter` by the first process, from what all of them hold; every process calls it."""
     check_copies(model, mesh)
     factors = gather_adapter(model, mesh)
     if factors:
-        save_adapter(model, folder, identity, factors)
+        save_adapter(model, folder, identity, factors, biases)
 
 
 def save_checkpoint(
@@ -165,14 +180,17 @@ def save_checkpoint(
     folder: Path,
     identity: dict[str, str],
     optimizer: torch.optim.Optimizer,
+    biases: dict[str, Tensor],
     state: dict[str, Any],
+    position: dict[str, Any],
     keep: int,
 ) -> Path:
     """Write checkpoint-<step> and remove all but the newest `keep`; every process calls it.
 
-    `state` is what this process' loop has to know to go on, with "step".
+    `state` is what the loop has to know to go on, the same on every process, with "step"; `position` is where this
+    process is in the data.
     """
-    states = gather_object([{**state, "random": torch.get_rng_state()}])
+    processes = gather_object([{"position": position, "random": torch.get_rng_state()}])
     final = folder / f"checkpoint-{state['step']:06d}"
     partial = folder / (final.name + TEMPORARY)
     if accelerator.is_main_process:
@@ -180,9 +198,9 @@ def save_checkpoint(
         partial.mkdir()
     accelerator.wait_for_everyone()
     save_trained_state(partial / TRAINED, model, optimizer, mesh)
-    save_whole_adapter(model, mesh, partial, identity)
+    save_whole_adapter(model, mesh, partial, identity, biases)
     if accelerator.is_main_process:
-        torch.save(states, partial / "state.pt")
+        torch.save({"state": state, "processes": processes}, partial / "state.pt")
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         for old in checkpoints(folder)[:-keep]:
@@ -193,25 +211,25 @@ def save_checkpoint(
 
 def load_checkpoint(
     checkpoint: Path, model: PeftModel, mesh: DeviceMesh, optimizer: torch.optim.Optimizer
-) -> list[dict[str, Any]]:
-    """Put weights, moments and random state back; returns the `state` of every process that wrote the checkpoint.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Put weights, moments and random state back; returns the `state`, and the `position` of every process that wrote
+    the checkpoint.
 
     The random state only where as many processes read it as wrote it; nothing that training computes depends on it.
     Raises ValueError that names the file for one that is not whole.
     """
     whole = f"delete {checkpoint} to continue from an earlier checkpoint"
     try:
-        states = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"--resume: {checkpoint / 'state.pt'} is damaged or cut short; {whole}") from error
+        saved = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"--resume: {checkpoint / 'state.pt'} is damaged, cut short or missing; {whole}") from error
     try:
         load_trained_state(checkpoint / TRAINED, model, optimizer, mesh)
     except ValueError as error:
         raise ValueError(f"--resume: {error}; {whole}") from error
-    random = [state.pop("random") for state in states]
-    if len(states) == mesh.size():
-        torch.set_rng_state(random[mesh.get_rank()])
-    return states
+    if len(saved["processes"]) == mesh.size():
+        torch.set_rng_state(saved["processes"][mesh.get_rank()]["random"])
+    return saved["state"], [process["position"] for process in saved["processes"]]
 
 
 class Interrupt:

@@ -21,9 +21,12 @@ from transformers import PreTrainedConfig
 
 from modeling_latentmoe.image_processing_latentmoe import load_image
 from modeling_latentmoe.training.loss import IGNORE, count_loss_tokens
-from modeling_latentmoe.training.rows import Rows, one_line
+from modeling_latentmoe.training.rows import History, Rows, one_line
 
 PACKING_WINDOW = 8  # packed rows that are filled together
+# what a state of Batches says: where it is, and what is summed over processes
+POSITION = ("epoch", "row", "given", "given_rows", "history")
+COUNTERS = ("rows_seen", "too_long", "bad_images")
 # fields of a content part that hold its image
 OWN_IMAGE = ("image", "image_url", "url", "path")
 
@@ -315,7 +318,8 @@ class Batches:
 
     A batch holds `batch_size` samples padded to the longest, or, with `packing`, one row of at most
     batch_size * max_length tokens without any padding. Samples longer than `max_length` tokens are dropped
-    and counted, never cut. An epoch ends with a smaller batch, so that every row is seen once.
+    and counted, never cut. An epoch ends with a smaller batch, so that every row is seen once. Each process
+    goes through the epochs on its own: they may be in different ones.
     """
 
     def __init__(
@@ -332,36 +336,42 @@ class Batches:
         self.rows, self.encode = rows, encode
         self.batch_size, self.max_length, self.pad_id = batch_size, max_length, pad_id
         self.packing, self.skip_bad_images = packing, skip_bad_images
-        # position: the epoch, the rows of it before the open window, and the batches of that window already
-        # given
-        self.epoch = self.row = self.given = 0
-        # since the start of the run
+        # position: the epoch, the rows of this process' share before the open window, and the batches of that window
+        # already given, with their rows
+        self.epoch = self.row = self.given = self.given_rows = 0
+        # what other numbers of processes took before, by epoch
+        self.history: dict[int, History] = {}
+        # since the start of the run; rows left out count when their window is finished
         self.rows_seen = self.too_long = self.bad_images = 0
 
-    def state_dict(self) -> dict[str, int]:
-        names = ("epoch", "row", "given", "rows_seen", "too_long", "bad_images")
-        return {name: getattr(self, name) for name in names}
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*POSITION, *COUNTERS)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
-            useful = self.row > 0
+            # what others have left of an epoch may be nothing
+            useful = self.row > 0 or self.epoch in self.history
             for samples, n_rows, too_long, bad_images in self._windows():
-                groups = self._groups(samples)
-                if self.given == 0:
-                    self.too_long += too_long
-                    self.bad_images += bad_images
-                    self.rows_seen += n_rows - len(samples)
+                useful |= bool(samples)
+                # an empty group stands for rows that are all left out
+                groups = self._groups(samples) or [[]]
                 for group in groups[self.given :]:
                     self.given += 1
+                    self.given_rows += len(group)
                     self.rows_seen += len(group)
-                    yield pack(group) if self.packing else pad(group, self.pad_id)
-                useful |= bool(samples)
-                self.row += n_rows
-                self.given = 0
+                    # finished before its last batch is out: a state saved then has nothing of it to read again
+                    if self.given == len(groups):
+                        self.row += n_rows
+                        self.given = self.given_rows = 0
+                        self.rows_seen += n_rows - len(samples)
+                        self.too_long += too_long
+                        self.bad_images += bad_images
+                    if group:
+                        yield pack(group) if self.packing else pad(group, self.pad_id)
             if not useful:
                 raise ValueError(
                     f"dataset {self.rows.source} gives nothing to train on: {self.too_long} samples exceed "
@@ -375,7 +385,7 @@ class Batches:
         portions."""
         samples: list[Sample] = []
         n_rows = too_long = bad_images = 0
-        for name, row in self.rows.epoch(self.epoch, self.row):
+        for name, row in self.rows.epoch(self.epoch, self.row, self.history.get(self.epoch, ())):
             n_rows += 1
             try:
                 sample = self.encode(name, row)
@@ -405,3 +415,40 @@ class Batches:
             return [samples] if samples else []
         bins = first_fit([len(sample) for sample in samples], self.batch_size * self.max_length)
         return [[samples[i] for i in members] for members in bins]
+
+
+def reshard(states: list[dict[str, Any]], rows: Rows) -> tuple[dict[str, Any], int]:
+    """State of Batches for the process of `rows`, from those that all processes of a run saved, by rank; and the
+    number of rows that are read a second time.
+
+    As many processes as before continue exactly. Any other number shares what is left of every epoch, each row
+    once. Only a packed window that was partly given is read again from its start: its rows in batches already
+    given are the second number, over all processes. The first process goes on with the sums of the counters.
+    Raises ValueError for a stream on another number of processes.
+    """
+    world = len(states)
+    if world == rows.world:
+        return states[rows.rank], 0
+    if rows.streamed:
+        raise ValueError(
+            f"--resume: a run with --streaming continues on the same number of processes, {world}, not {rows.world}"
+        )
+    first, last = (which(state["epoch"] for state in states) for which in (min, max))
+    # an earlier number of processes may have been in later epochs than these
+    history = {epoch: taken for epoch, taken in states[0]["history"].items() if epoch >= first}
+    for epoch in range(first, last + 1):
+        before = history.get(epoch, [])
+        left = rows.total - sum(map(sum, before))
+        shares = [len(range(rank, left, world)) for rank in range(world)]
+        # a process in a later epoch has taken its whole share of this one
+        taken = [
+            share if state["epoch"] > epoch else state["row"] if state["epoch"] == epoch else 0
+            for state, share in zip(states, shares, strict=True)
+        ]
+        history[epoch] = [*before, taken]
+    repeated = sum(state["given_rows"] for state in states)
+    counters = dict.fromkeys(COUNTERS, 0)
+    if rows.rank == 0:
+        counters = {name: sum(state[name] for state in states) for name in COUNTERS}
+        counters["rows_seen"] -= repeated
+    return {"epoch": first, "row": 0, "given": 0, "given_rows": 0, "history": history, **counters}, repeated

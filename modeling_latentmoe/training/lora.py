@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 
 from modeling_latentmoe.training.expert_adapters import held_experts
 from modeling_latentmoe.training.mesh import is_expert
+from modeling_latentmoe.training.router_bias import BIAS_FILE, read_biases, set_biases
 
 DENSE_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"),
@@ -247,14 +248,15 @@ def base_digest(config: PreTrainedConfig, rows: dict[str, Tensor]) -> str:
 def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> PeftModel:
     """Put the adapter of folder or Hub id `adapter` on `model`, strictly.
 
-    Raises ValueError where a file is damaged, where it belongs to another base model or where one tensor of the
-    file is not used.
+    The router biases that were learned with it, if there are any, replace those of `model` (see router_bias.py; stock
+    PEFT does not know them). Raises ValueError where a file is damaged, where it belongs to another base model or
+    where one tensor of a file is not used.
     """
     folder = Path(adapter)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE]))
+        folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE]))
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"adapter {adapter}: {file} is missing")
@@ -263,6 +265,7 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
         made_for = read_json(folder / BASE_FILE, "digest", "base_model")
         if made_for["digest"] != base_identity(model, "")["digest"]:
             raise ValueError(f"adapter {adapter} was made for another base model ({made_for['base_model']})")
+    biases = read_biases(folder, model)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -276,6 +279,7 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
     if stored != used:
         odd = sorted(stored ^ used)
         raise ValueError(f"adapter {adapter}: {len(odd)} tensors do not fit the model, for example {odd[0]}")
+    set_biases(model, biases)
     return peft_model
 
 

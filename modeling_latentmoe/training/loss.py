@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from modeling_latentmoe.training.balance import Balancing
 from modeling_latentmoe.training.expert_parallel import count_drops
 
 IGNORE = -100
@@ -47,11 +48,13 @@ def global_sum(accelerator: Accelerator, *counts: int) -> list[int]:
 
 class Step(NamedTuple):
     """What all processes computed together: the loss, and the expert load, int64 [MoE layers, E], empty for a model
-    without routed experts. dropped: assignments of tokens to experts beyond their capacity."""
+    without routed experts. auxiliary: loss of the balance, per token; dropped: assignments of tokens to experts beyond
+    their capacity."""
 
     loss: float
     load: Tensor
-    dropped: int
+    auxiliary: float = 0.0
+    dropped: int = 0
 
 
 def backpropagate(
@@ -59,33 +62,41 @@ def backpropagate(
     model: nn.Module,
     window: list[dict[str, Tensor]],
     n_tokens: int,
+    n_read: int,
+    balancing: Balancing | None = None,
     capacity_factor: float | None = None,
 ) -> Step:
     """Forward and backward of this process' micro-batches of one step.
 
     `window` holds batches of model arguments with `labels`; `n_tokens` is the number of trained tokens of
-    all processes. Returns the same numbers on every process.
+    all processes, `n_read` that of all of their tokens. Returns the same numbers on every process.
     """
     # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole
     # window
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
-    loss_sum = torch.zeros((), dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64)
     loads, dropped = [], 0
     for i, batch in enumerate(window):
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
         labels_BT = batch.pop("labels")
         # gradients travel between processes once per step, with the last micro-batch
         with nullcontext() if i == len(window) - 1 else accelerator.no_sync(model):
-            output = model(**batch)
-            batch_loss = token_loss_sum(output.logits, labels_BT)
-            accelerator.backward(batch_loss * scale)
-        loss_sum += batch_loss.detach().double().cpu()
+            output = model(**batch, output_router_logits=balancing is not None)
+            loss = token_loss_sum(output.logits, labels_BT)
+            auxiliary = torch.zeros_like(loss)
+            if balancing is not None:
+                mask_BT = batch.get("attention_mask")
+                valid_T = None if mask_BT is None else mask_BT.bool().flatten()
+                auxiliary = balancing.observe(output.router_logits, valid_T)
+            # the balance is per token that was routed, the loss per token that was predicted
+            accelerator.backward(loss * scale + auxiliary * (scale * n_tokens / n_read))
+        sums += torch.stack([loss, auxiliary]).detach().double().cpu()
         if output.expert_load is not None:
             loads.append(output.expert_load)
             if capacity_factor is not None:
                 dropped += count_drops(output.expert_load, capacity_factor)
-    total = accelerator.reduce(loss_sum.to(accelerator.device), reduction="sum")
+    loss, auxiliary = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     if not loads:
-        return Step(float(total) / n_tokens, torch.zeros(0, dtype=torch.int64), 0)
+        return Step(loss / n_tokens, torch.zeros(0, dtype=torch.int64))
     load = accelerator.reduce(torch.stack(loads).sum(0), reduction="sum").cpu()
-    return Step(float(total) / n_tokens, load, *global_sum(accelerator, dropped))
+    return Step(loss / n_tokens, load, auxiliary / n_read, *global_sum(accelerator, dropped))

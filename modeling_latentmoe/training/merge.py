@@ -2,6 +2,8 @@
 
     W' = W + scale * B A     computed in fp32, then rounded to the form of W
 
+The selection biases that were learned with an adapter (see router_bias.py) replace those of the routers.
+
 Names, shards and every tensor that the adapter does not touch stay what they are, byte for byte. A shard without any
 touched tensor is copied and not linked: the result must not change with the base, and an adapter on experts leaves
 only 3 of the 96 released shards untouched. Nothing larger than one weight matrix and the factors of one layer is in
@@ -19,7 +21,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +39,7 @@ from modeling_latentmoe.mxfp4 import decode, encode
 from modeling_latentmoe.training.factors import EXPERT, Adapter, group_of, list_faults
 from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.lora import BASE_FILE, FINGERPRINT, base_digest, read_json
+from modeling_latentmoe.training.router_bias import read_biases
 from modeling_latentmoe.training.shards import (
     Layout,
     copy_tensor,
@@ -155,12 +158,17 @@ class Rows(NamedTuple):
 
 @dataclass
 class Report:
-    """What a merge did; `records`: matrix name -> its record."""
+    """What a merge did.
+
+    records: matrix name -> its record. router_biases: name of a router's bias that the adapter brings -> the largest
+    change of one of its values.
+    """
 
     base: str
     adapter: str
     experts: Form | None
     records: dict[str, Record] = field(default_factory=dict)
+    router_biases: dict[str, float] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """For people."""
@@ -179,6 +187,12 @@ class Report:
                 f"MXFP4: rounding error at most {error:.3g}, {worst:.0%} of its bound; delta at most {delta:.3g}; the "
                 f"error is {share:.0%} of the delta (root mean squares)"
             )
+        if self.router_biases:
+            largest = max(self.router_biases.values())
+            lines.append(
+                f"the biases of {len(self.router_biases):,} routers are those of the adapter, changed by at most "
+                f"{largest:.3g}"
+            )
         return lines
 
     def modules(self, adapter: Adapter) -> dict[str, list[Record]]:
@@ -190,10 +204,12 @@ class Report:
 
 
 class Merger:
-    """The new value of every tensor of `checkpoint`."""
+    """The new value of every tensor of `checkpoint`. biases: those that come in their place, fp32, by name."""
 
-    def __init__(self, checkpoint: Checkpoint, adapter: Adapter, experts: Form | None) -> None:
-        self.checkpoint, self.adapter = checkpoint, adapter
+    def __init__(
+        self, checkpoint: Checkpoint, adapter: Adapter, experts: Form | None, biases: Mapping[str, Tensor]
+    ) -> None:
+        self.checkpoint, self.adapter, self.biases = checkpoint, adapter, biases
         self.shapes = dict(checkpoint.matrices())
         self.report = Report(str(checkpoint.folder), str(adapter.folder), experts)
         self.decodes = experts == "bf16"
@@ -205,7 +221,10 @@ class Merger:
         layout = {}
         for name, stored in self.checkpoint.shards[file].items():
             matrix, _, leaf = name.rpartition(".")
-            if not self._changes_form(name) or leaf == WEIGHT:
+            if name in self.biases:
+                # exact, whatever the base stores
+                layout[name] = ("F32", stored.shape)
+            elif not self._changes_form(name) or leaf == WEIGHT:
                 layout[name] = ("BF16" if self._changes_form(name) else stored.dtype, stored.shape)
             elif leaf == PACKED:
                 layout[f"{matrix}.{WEIGHT}"] = ("BF16", (stored.shape[0], 2 * stored.shape[1]))
@@ -217,7 +236,8 @@ class Merger:
 
     def _changes(self, name: str) -> bool:
         matrix, _, leaf = name.rpartition(".")
-        return (leaf in LEAVES and matrix in self.adapter.parts) or self._changes_form(name)
+        merged = leaf in LEAVES and matrix in self.adapter.parts
+        return merged or name in self.biases or self._changes_form(name)
 
     def _changes_form(self, name: str) -> bool:
         matrix, _, leaf = name.rpartition(".")
@@ -237,6 +257,10 @@ class Merger:
 
     def value(self, name: str) -> Tensor:
         """The new tensor of this name."""
+        if name in self.biases:
+            new_E = self.biases[name]
+            self.report.router_biases[name] = (new_E - self.checkpoint.read(name)).abs().max().item()
+            return new_E
         matrix, _, leaf = name.rpartition(".")
         return self._float(matrix) if leaf == WEIGHT else self._packed(matrix)[leaf == SCALE]
 
@@ -324,9 +348,10 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
     """Write the checkpoint folder `out`: `base` with the adapter of the folder `adapter` in its weights.
 
     experts: the form of routed experts; None leaves them as they are stored. `out` appears in one step when it is
-    complete, with the other files of `base` and the report. Every tensor of the adapter is used exactly once. Raises
-    ValueError, before anything is written, for an adapter that does not fit, that was made for another base or whose
-    factors are zero, and on the way where rounding has undone all of what a layer or a stack of experts learned.
+    complete, with the other files of `base` and the report. Every tensor of the adapter is used exactly once, those of
+    router biases beside it too. Raises ValueError, before anything is written, for an adapter that does not fit, that
+    was made for another base or whose factors are zero, and on the way where rounding has undone all of what a layer
+    or a stack of experts learned.
     """
     checkpoint, factors = Checkpoint(base), Adapter(adapter)
     if experts == "mxfp4" and not any(name.endswith(f".{PACKED}") for name in checkpoint.tensors):
@@ -335,7 +360,7 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
         model = LatentMoEForConditionalGeneration(checkpoint.config())
     check_checkpoint(model, checkpoint.shards, any(name.endswith(f".{PACKED}") for name in checkpoint.tensors))
     check_base(checkpoint, adapter)
-    merger = Merger(checkpoint, factors, experts)
+    merger = Merger(checkpoint, factors, experts, read_biases(adapter, model))
     faults = factors.faults(merger.shapes)
     if faults:
         raise ValueError(f"adapter {adapter} does not fit {base}: {list_faults(faults)}")

@@ -1,7 +1,7 @@
 """Datasets: open any kind by its name; give each process its rows, in an order that only the seed decides."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv"
 SHUFFLE_BUFFER = 1000  # rows of a streamed dataset that are shuffled together
 DIGIT_QUESTION = "Which digit is this?"
 DIGIT_PIXELS = 56
+
+# What was taken of one epoch: for each number of processes that worked on it, one after the other, how many rows each
+# of its processes took of its share. A share is every N-th of the rows that the ones before had left.
+History = Sequence[Sequence[int]]
 
 
 def open_dataset(
@@ -155,9 +159,22 @@ def recovered(feature: Any, value: Any, name: str = "") -> Any:
     return value
 
 
+def remaining(order: list[int], history: History) -> list[int]:
+    """What is left of an epoch's `order` after every world of `history` took its part of it, in order."""
+    for taken in history:
+        world = len(taken)
+        order = [row for place, row in enumerate(order) if place // world >= taken[place % world]]
+    return order
+
+
 class Rows:
     """One process' share of a dataset, in an order fixed by `seed` and the epoch; None keeps the dataset's
-    order."""
+    order.
+
+    Process r of N takes every N-th row of that order, beginning with the r-th. So the same rows are read
+    together whatever the number of processes, and another number can go on where one stopped. A streamed
+    dataset is dealt out as its files allow.
+    """
 
     def __init__(
         self,
@@ -182,8 +199,11 @@ class Rows:
             )
         self.dataset = dataset
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and content of this process' rows of one epoch, after the first `skip` of them."""
+    def epoch(self, epoch: int, skip: int = 0, history: History = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and content of this process' rows of one epoch, after the first `skip` of them.
+
+        `history` is what other numbers of processes have taken of the epoch before; streams have none.
+        """
         if self.streamed:
             stream = split_dataset_by_node(self.dataset, self.rank, self.world)
             if self.seed is not None:
@@ -195,7 +215,10 @@ class Rows:
             order = Dataset.from_dict({"row": range(self.total)})
             if self.seed is not None:
                 order = order.shuffle(seed=self.seed + epoch, keep_in_memory=True)
-            rows = list(split_dataset_by_node(order, self.rank, self.world)["row"])[skip:]
+            rows = remaining(list(order["row"]), history)[self.rank :: self.world][skip:]
+            # datasets cannot iterate over no rows
+            if not rows:
+                return
             stream = self.dataset.select(rows).to_iterable_dataset()
             names = (f"row {row}" for row in rows)
         features = stream.features

@@ -44,7 +44,7 @@ groups = [documents[i * len(documents) // n : (i + 1) * len(documents) // n] for
 mine = groups[accelerator.process_index :: accelerator.num_processes]
 window = [pack(group) if packing else pad(group, 0) for group in mine]
 tokens, = global_sum(accelerator, sum(count_loss_tokens(batch["labels"]) for batch in window))
-loss, load, dropped = backpropagate(accelerator, wrapped, window, tokens)
+loss, load, *_ = backpropagate(accelerator, wrapped, window, tokens, 1)
 norm = accelerator.clip_grad_norm_(trained, 1e9)
 manual = torch.cat([p.grad.flatten().double() for p in trained]).norm()
 torch.save({"loss": loss, "norm": float(norm), "manual": float(manual), "tokens": tokens, "load": load,

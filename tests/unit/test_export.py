@@ -19,6 +19,7 @@ from modeling_latentmoe.mxfp4 import LatentMoEMxfp4Config
 from modeling_latentmoe.ops import glu
 from modeling_latentmoe.training.export import check, released_matrices
 from modeling_latentmoe.training.merge import merge
+from modeling_latentmoe.training.router_bias import routers, write_biases
 from modeling_latentmoe.training.shards import write_header
 from scripts.export_adapter import main
 
@@ -341,6 +342,19 @@ def test_adapters_that_cannot_be_exported_and_wrong_command_lines(adapter, tmp_p
     assert "give either ADAPTER OUT, or --check" in said(capsys, "--check", adapter)[1]
     assert "nowhere is not a folder" in said(capsys, tmp_path / "nowhere", tmp_path / "out")[1]
     assert "nowhere does not exist" in said(capsys, "--check", adapter, "--model", tmp_path / "nowhere")[1]
+
+
+def test_adapters_with_router_biases_are_merged_and_not_exported(adapter, exported, tmp_path, capsys):
+    """Servers have no place for the biases: with those of the base other experts would work on the same factors."""
+    biases = {name: torch.zeros(16) for name in routers(load(GOLDEN))}
+    for source, argv in ((adapter, ["A", "OUT"]), (exported, ["--check", "A", "--model", GOLDEN])):
+        folder = tmp_path / source.name
+        shutil.copytree(source, folder)
+        write_biases(folder, biases)
+        code, text = said(capsys, *({"A": folder, "OUT": tmp_path / "new"}.get(word, word) for word in argv))
+        assert code == 2 and text.count("\n") == 1
+        assert text.startswith(f"error: {folder}/router_bias.safetensors: ") and "use scripts/merge_adapter.py" in text
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_failing_write_leaves_nothing(adapter, tmp_path, monkeypatch, capsys):

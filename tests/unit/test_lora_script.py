@@ -69,10 +69,9 @@ def same_state(one: Path, two: Path) -> None:
     for name, value in a.items():
         assert torch.equal(value, b[name]), name
     a, b = (torch.load(folder / "state.pt", weights_only=True) for folder in (one, two))
-    for mine, theirs in zip(a, b, strict=True):
-        assert torch.equal(mine.pop("random"), theirs.pop("random"))
-        assert torch.equal(mine.pop("load"), theirs.pop("load"))
-        assert mine == theirs
+    assert torch.equal(a["state"].pop("load"), b["state"].pop("load")) and a["state"] == b["state"]
+    for mine, theirs in zip(a["processes"], b["processes"], strict=True):
+        assert torch.equal(mine["random"], theirs["random"]) and mine["position"] == theirs["position"]
     a, b = (load_file(folder / "adapter_model.safetensors") for folder in (one, two))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -170,7 +169,7 @@ def test_packing_epochs_and_bf16(small: Path, tmp_path: Path) -> None:
     steps = [r for r in metrics(tmp_path / "run") if "loss" in r]
     assert steps[-1]["done"] == pytest.approx(1.0) and 4 <= len(steps) <= 12
     state = torch.load(tmp_path / "run" / f"checkpoint-{len(steps):06d}" / "state.pt", weights_only=True)
-    assert state[0]["data"]["rows_seen"] == 40
+    assert state["processes"][0]["position"]["rows_seen"] == 40
 
 
 def test_a_packed_batch_without_boundaries_is_refused(
@@ -230,7 +229,7 @@ def test_two_processes(small: Path, tmp_path: Path) -> None:
     assert [r["step"] for r in metrics(tmp_path / "run") if "loss" in r] == [1, 2, 3]
     assert [r["eval_samples"] for r in metrics(tmp_path / "run") if "eval_loss" in r] == [6, 6]
     state = torch.load(tmp_path / "run" / "checkpoint-000003" / "state.pt", weights_only=True)
-    assert [process["data"]["rows_seen"] for process in state] == [9, 9]
+    assert [process["position"]["rows_seen"] for process in state["processes"]] == [9, 9]
 
     process = start(argv(small, tmp_path / "run", "--max_steps", "3"), LAUNCH, tmp_path)
     _, err = process.communicate(timeout=300)

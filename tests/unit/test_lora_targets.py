@@ -2,10 +2,13 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -13,6 +16,7 @@ from torch import nn
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.training import checkpoint, lora
+from modeling_latentmoe.training.router_bias import routers, write_biases
 
 
 def small_model(**options) -> LatentMoEForConditionalGeneration:
@@ -267,3 +271,44 @@ def test_every_tensor_of_the_file_must_fit(fault: str, saved, tmp_path: Path) ->
     with pytest.raises(ValueError, match="adapter ") as error:
         lora.load_adapter(small_model(), str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_router_biases_beside_an_adapter_are_applied(saved, tmp_path: Path) -> None:
+    """By our reader; stock PEFT ignores the file and routes by the base's biases."""
+    folder, _, expected = saved
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    biases = {name: torch.linspace(-1, 1, 16) for name in routers(small_model())}
+    write_biases(tmp_path, biases)
+    model = lora.load_adapter(small_model(), str(tmp_path))
+    for name, router in routers(model.get_base_model()).items():
+        assert torch.equal(router.e_score_correction_bias, biases[name])
+        assert not router.e_score_correction_bias.requires_grad
+    assert (logits(model) - expected).abs().max() > 1e-2
+    stock = PeftModel.from_pretrained(small_model(), tmp_path)
+    torch.testing.assert_close(logits(stock), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_router_biases_that_do_not_fit_leave_the_model_as_it_was(saved, tmp_path: Path) -> None:
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    model = small_model()
+    write_biases(tmp_path, {name: torch.zeros(8) for name in routers(model)})
+    with pytest.raises(ValueError, match=r"router_bias.safetensors: \S+ is float32 \[8\], the model needs"):
+        lora.load_adapter(model, str(tmp_path))
+    torch.testing.assert_close(logits(model), saved[1], rtol=0, atol=0)
+
+
+def test_router_biases_come_with_a_download(saved, tmp_path: Path, monkeypatch) -> None:
+    """What is asked of the Hub for an adapter includes them."""
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    write_biases(tmp_path, {name: torch.linspace(-1, 1, 16) for name in routers(small_model())})
+
+    def download(repo: str, allow_patterns: list[str]) -> str:
+        snapshot = tmp_path / "snapshot"
+        snapshot.mkdir()
+        for file in filter_repo_objects([file.name for file in tmp_path.iterdir()], allow_patterns=allow_patterns):
+            shutil.copyfile(tmp_path / file, snapshot / file)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    model = lora.load_adapter(small_model(), "user/adapter").get_base_model()
+    assert all(router.e_score_correction_bias[15] == 1 for router in routers(model).values())

@@ -63,7 +63,7 @@ def step(window: list[dict[str, torch.Tensor]], accumulation_setting: int = 1):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation_setting)
     model = small_model()
     tokens = sum(count_loss_tokens(batch["labels"]) for batch in window)
-    loss, load, _ = backpropagate(accelerator, accelerator.prepare(model), copy.deepcopy(window), tokens)
+    loss, load, *_ = backpropagate(accelerator, accelerator.prepare(model), copy.deepcopy(window), tokens, 1)
     return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, load
 
 

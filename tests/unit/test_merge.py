@@ -16,7 +16,9 @@ from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneratio
 from modeling_latentmoe.mxfp4 import LatentMoEMxfp4Config, decode, encode
 from modeling_latentmoe.training import merge as module
 from modeling_latentmoe.training.export import export
+from modeling_latentmoe.training.lora import load_adapter
 from modeling_latentmoe.training.merge import REPORT_FILE, merge, pack
+from modeling_latentmoe.training.router_bias import routers, write_biases
 from scripts.merge_adapter import main
 
 from .adapters import (
@@ -280,6 +282,50 @@ def test_configs_of_stock_peft_mean_here_what_they_mean_there(tmp_path, changes)
         torch.testing.assert_close(value.float(), reference[name], rtol=2**-7, atol=1e-5, msg=name)
 
 
+def with_biases(adapter: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """A copy of an adapter for the golden checkpoint, with biases that route in another way; returns these."""
+    shutil.copytree(adapter, folder)
+    torch.manual_seed(0)
+    biases = {name: 0.3 * torch.randn(16) for name in routers(load(GOLDEN))}
+    write_biases(folder, biases)
+    return biases
+
+
+@pytest.mark.parametrize("experts", ["mxfp4", "bf16"])
+def test_router_biases_of_the_adapter_replace_those_of_the_base(adapter, tmp_path, experts, capsys):
+    """Exactly, in fp32 whatever the base stores; all other tensors are those of a merge without them."""
+    biases = with_biases(adapter, tmp_path / "adapter")
+    shutil.copytree(GOLDEN, tmp_path / "base")
+    shards = [load_file(file) for file in sorted(GOLDEN.glob("*.safetensors"))]
+    first = next(iter(biases))
+    for shard in shards:
+        shard.update({name: value.bfloat16() for name, value in shard.items() if name == first})
+    write_shards(tmp_path / "base", shards)
+    merge(tmp_path / "base", adapter, tmp_path / "without", experts)
+    argv = [tmp_path / "base", tmp_path / "adapter", tmp_path / "with", "--experts", experts]
+    assert main([str(word) for word in argv]) == 0
+    before, after = tensors(tmp_path / "without"), tensors(tmp_path / "with")
+    assert before.keys() == after.keys() and before[first].dtype == torch.bfloat16 and len(biases) == 5
+    for name, value in after.items():
+        assert same(value, biases.get(name, before[name])), name
+    changes = {name: (value - before[name]).abs().max().item() for name, value in biases.items()}
+    assert json.loads((tmp_path / "with" / REPORT_FILE).read_text())["router_biases"] == pytest.approx(changes)
+    said = f"the biases of 5 routers are those of the adapter, changed by at most {max(changes.values()):.3g}"
+    assert said in capsys.readouterr().out
+    index = json.loads((tmp_path / "with" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in after.values())
+
+
+def test_base_with_an_adapter_and_its_biases_routes_as_the_merge_does(tmp_path):
+    dense(GOLDEN).save_pretrained(tmp_path / "base")
+    plain = make_adapter(tmp_path / "base", tmp_path / "plain", std=0.05)
+    with_biases(tmp_path / "plain", tmp_path / "adapter")
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    wanted = logits(load_adapter(load(tmp_path / "base"), str(tmp_path / "adapter")))
+    torch.testing.assert_close(logits(load(tmp_path / "out")), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+    assert (plain - wanted).abs().max() > 0.01 * wanted.abs().max()
+
+
 def test_experts_without_a_token_are_allowed_and_counted(adapter, tmp_path):
     """Their B is still zero after training; a whole stack without training is refused."""
     folder = tmp_path / "adapter"
@@ -424,7 +470,12 @@ def not_a_number(adapter: Path) -> None:
     change_weights(adapter, lambda v: [v[k].fill_(float("nan")) for k in v if "layers.3" in k and "o_proj" in k])
 
 
+def bias_of_no_router(adapter: Path) -> None:
+    write_biases(adapter, {name.replace("layers.5", "layers.0"): torch.zeros(16) for name in routers(load(GOLDEN))})
+
+
 REFUSED = {
+    bias_of_no_router: r"router_bias.safetensors: the model has no router with the bias \S+layers.0.\S+correction_bias",
     other_base: r"was made for another base model \(.*checkpoint\)",
     no_module: r"does not fit .*fault\(s\): language_model.model.layers.7.* does not exist",
     wrong_prefix: r"model.layers.0.self_attn.\w+ does not exist",

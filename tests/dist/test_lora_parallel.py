@@ -1,0 +1,178 @@
+"""scripts/lora.py on several processes: every layout trains the same adapter, stops together, and goes on in any other.
+
+fp64, so that two layouts agree to roundings that AdamW does not make visible.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modeling_latentmoe.training import parallelize
+from modeling_latentmoe.training.agreement import check_copies
+from modeling_latentmoe.training.expert_adapters import held_experts
+from modeling_latentmoe.training.mesh import is_expert
+
+from training_runs import FSDP2, Ended, train
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 texts of 5 to 40 tokens; the pictures are in the first, third, ... row."""
+    folder = tmp_path_factory.mktemp("rows")
+    from PIL import Image
+
+    Image.new("RGB", (28, 56), (200, 9, 9)).save(folder / "a.png")
+    lines = [
+        {"prompt": f"{i}?", "completion": " ".join("7" * (1 + i % 5)), "images": ["a.png"] * (i % 2)} for i in range(24)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "rows.jsonl"
+
+
+def argv(model: Path, rows: Path, output: Path, ep: int, accumulation: int, *more: str) -> list[str]:
+    """Four steps of eight rows, a checkpoint after two."""
+    settings = ["--model", str(model), "--dataset", str(rows), "--output_dir", str(output), "--dtype", "fp64"]
+    settings += ["--batch_size", "2", "--gradient_accumulation", str(accumulation), "--ep", str(ep), "--timeout", "60"]
+    return [*settings, "--max_steps", "4", "--save_every", "2", "--r", "4", "--expert_rank", "2", *more]
+
+
+def succeeded(processes: list[Ended]) -> str:
+    """What the first process said."""
+    assert [process.code for process in processes] == [0] * len(processes), [process.err for process in processes]
+    return processes[0].out
+
+
+def steps(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_run(ours: Path, theirs: Path) -> None:
+    """Loss and norms of every step and the adapter, to 1e-9 of their size; expert loads are equal."""
+    for mine, other in zip(steps(ours), steps(theirs), strict=True):
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-9), (name, mine["step"])
+        assert mine["grad_norms"] == pytest.approx(other["grad_norms"], rel=1e-9)
+        for name in ("tokens", "load_imbalance", "idle_experts", "lr", "done"):
+            assert mine[name] == other[name]
+    same_adapter(ours, theirs)
+    loads = [sorted((output / "expert_load").iterdir()) for output in (ours, theirs)]
+    assert [file.name for file in loads[0]] == [file.name for file in loads[1]]
+    for mine, other in zip(*loads, strict=True):
+        assert torch.equal(load_file(mine)["load"], load_file(other)["load"])
+
+
+def same_adapter(ours: Path, theirs: Path) -> None:
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (ours, theirs))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert value.dtype == torch.float64 and (ours[name] - value).norm() <= 1e-9 * value.norm(), name
+
+
+@pytest.fixture(scope="module")
+def single(tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("single") / "run"
+    out = succeeded(train(output.parent / "said", 1, argv(tiny, rows, output, 1, 4)))
+    assert "trainable parameters" in out
+    return output
+
+
+def test_a_resumed_layout_may_be_another(tiny: Path, rows: Path, single: Path, tmp_path: Path) -> None:
+    """Public reports 36, 41, 44, 45, 56, 90, 92, 103: FSDP2 x EP 2 with a checkpoint, from which EP 2 alone, and one
+    process alone, continue; all end where one process that was never interrupted does."""
+    output = tmp_path / "run"
+    out = succeeded(train(tmp_path / "said", 2, argv(tiny, rows, output, 2, 2), fsdp=True))
+    assert "rank 1: efsdp 0, ep 1, experts 8 to 15 of every layer" in out
+    same_run(output, single)
+    for name, world, ep, accumulation in (("ddp", 2, 2, 2), ("one", 1, 1, 4)):
+        other = tmp_path / name
+        other.mkdir()
+        shutil.copytree(output / "checkpoint-000002", other / "checkpoint-000002")
+        shutil.copytree(output / "expert_load", other / "expert_load")
+        for file in ("run.yaml", "metrics.jsonl"):
+            shutil.copy(output / file, other)
+        out = succeeded(train(tmp_path / "said", world, argv(tiny, rows, other, ep, accumulation, "--resume")))
+        assert f"continuing from {other / 'checkpoint-000002'}" in out
+        same_run(other, single)
+
+
+def die(rank: int) -> None:
+    """The second process is killed in its third step."""
+    from scripts import lora
+
+    if rank == 1:
+        backpropagate, calls = lora.backpropagate, []
+
+        def dying(*args):
+            calls.append(1)
+            return backpropagate(*args) if len(calls) < 3 else os._exit(9)
+
+        lora.backpropagate = dying
+
+
+def test_a_process_that_dies_stops_the_others(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """They say so, in one line, and name what to do; the checkpoint of step 2 is whole."""
+    first, second = train(tmp_path / "said", 2, argv(tiny, rows, tmp_path / "run", 2, 2), before=die)
+    assert (first.code, second.code) == (2, 9)
+    (line,) = (line for line in first.err.splitlines() if line.startswith("error: "))
+    assert "another process of this run died" in line and "--resume" in line and "Traceback" not in first.err
+    assert (tmp_path / "run" / "checkpoint-000002" / "state.pt").exists()
+
+
+def drift(rank: int) -> None:
+    """One adapter of the second process changes by one rounding after the first step."""
+    from scripts import lora
+
+    backpropagate = lora.backpropagate
+
+    def drifting(accelerator, model, *args):
+        if rank == 1:
+            name, param = next((n, p) for n, p in model.named_parameters() if "q_proj.lora_A" in n)
+            param.data[0, 0] = torch.nextafter(param.data[0, 0], torch.tensor(9.0, dtype=param.dtype))
+        return backpropagate(accelerator, model, *args)
+
+    lora.backpropagate = drifting
+
+
+def test_copies_that_differ_are_an_error(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """Public report: ranks that diverge are never saved as if they were one."""
+    ended = train(tmp_path / "said", 2, argv(tiny, rows, tmp_path / "run", 2, 2), before=drift)
+    assert [process.code for process in ended] == [2, 2]
+    assert all("q_proj.lora_A" in process.err and "differ between processes" in process.err for process in ended)
+    assert not list((tmp_path / "run").glob("checkpoint-??????"))
+
+
+def unread(rank: int) -> None:
+    """Whoever reads a weight fails."""
+    from scripts import lora
+
+    def reading(*args):
+        raise AssertionError("weights are read")
+
+    lora.load_model = reading
+
+
+@pytest.mark.parametrize(
+    ("ep", "environment", "words"),
+    [
+        (3, {}, "--ep 3 does not divide the 2 processes"),
+        (1, FSDP2, "asks for FSDP"),
+        (1, {**FSDP2, "FSDP_VERSION": "1"}, "asks for FSDP"),
+    ],
+)
+def test_layouts_that_cannot_work_read_no_weight(
+    ep: int, environment: dict[str, str], words: str, tiny: Path, rows: Path, tmp_path: Path
+) -> None:
+    """On CPU Accelerate gives plain processes where FSDP was asked for, without a word."""
+    ended = train(
+        tmp_path / "said", 2, argv(tiny, rows, tmp_path / "run", ep, 2), environment=environment, before=unread
+    )
+    assert [process.code for process in ended] == [2, 2]
+    assert all(f"error: {words}" in process.err or words in process.err for process in ended)
+    assert not (tmp_path / "run").exists()
