@@ -122,7 +122,6 @@ def run(args: argparse.Namespace, folder: Path, data: Path, layout: Layout, dtyp
         launch = ["accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2.yaml"]
         launch += ["--num_processes", str(layout.processes), "--main_process_port", "0"]
         if args.device == "cpu":
-            launch.append("--cpu")
             script = [args.cpu_fsdp, *script]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if args.device == "cpu":

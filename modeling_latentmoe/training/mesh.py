@@ -4,14 +4,13 @@ The ranks of one row, neighbours in rank and so on one node where that is large 
 and hold all experts together. The ranks of a column hold the same experts. Every rank has its own data.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedConfig
 
 from modeling_latentmoe.conversion import EXPERTS
+
+# of the rank map, before it groups
+MOST_LINES = 16
 
 
 def check_layout(config: PreTrainedConfig, world_size: int, ep_degree: int) -> None:
@@ -37,55 +36,32 @@ def owned_experts(ep_rank: int, ep_degree: int, experts: int) -> range:
 
 
 def rank_map(config: PreTrainedConfig, world_size: int, ep_degree: int) -> str:
-    """A line for every rank: its place in the mesh and its experts."""
+    """Places in the mesh and experts: a line a rank; of more than MOST_LINES ranks, a line a row or column."""
     experts = config.get_text_config().num_experts or 0
-    lines = []
-    for rank in range(world_size):
-        efsdp, ep = divmod(rank, ep_degree)
-        owned = owned_experts(ep, ep_degree, experts)
-        held = f"experts {owned.start} to {owned.stop - 1} of every layer" if owned else "no experts"
-        lines.append(f"rank {rank}: efsdp {efsdp}, ep {ep}, {held}")
-    return "\n".join(lines)
+    if world_size <= MOST_LINES:
+        groups = [range(rank, rank + 1) for rank in range(world_size)]
+    else:
+        rows = [range(first, first + ep_degree) for first in range(0, world_size, ep_degree)]
+        columns = [range(ep, world_size, ep_degree) for ep in range(ep_degree)]
+        groups = min(rows, columns, key=len)
+    return "\n".join(_map_line(ranks, ep_degree, experts) for ranks in groups)
 
 
-class Share(NamedTuple):
-    """What one rank holds of a model: bytes of expert stacks, adapters on them included, and of everything else."""
+def _map_line(ranks: range, ep_degree: int, experts: int) -> str:
+    (efsdp, ep), (last_efsdp, last_ep) = divmod(ranks[0], ep_degree), divmod(ranks[-1], ep_degree)
+    owned, last_owned = owned_experts(ep, ep_degree, experts), owned_experts(last_ep, ep_degree, experts)
+    held = f"experts {span(owned.start, last_owned.stop - 1)} of every layer" if owned else "no experts"
+    who = f"{'rank' if len(ranks) == 1 else 'ranks'} {span(ranks[0], ranks[-1])}"
+    steps = f" in steps of {ranks.step}" if ranks.step > 1 else ""
+    each = f", {len(owned)} each" if last_ep > ep else ""
+    return f"{who}{steps}: efsdp {span(efsdp, last_efsdp)}, ep {span(ep, last_ep)}, {held}{each}"
 
-    rank: int
-    efsdp: int
-    ep: int
-    experts: range
-    expert_bytes: int
-    dense_bytes: int
 
-
-def shares(model: nn.Module, world_size: int, ep_degree: int) -> Iterator[Share]:
-    """The share of every rank.
-
-    model: with one rank's share of the experts; it may be on the meta device. Everything but the experts is divided
-    over all ranks along the first axis, as FSDP2 does.
-    """
-    expert_bytes, dense = 0, []
-    for name, param in model.named_parameters():
-        if is_expert(name):
-            expert_bytes += param.nbytes
-        else:
-            dense.append(param)
-    experts = model.config.get_text_config().num_experts or 0
-    for rank in range(world_size):
-        efsdp, ep = divmod(rank, ep_degree)
-        dense_bytes = sum(_part(param, rank, world_size) for param in dense)
-        yield Share(rank, efsdp, ep, owned_experts(ep, ep_degree, experts), expert_bytes, dense_bytes)
+def span(first: int, last: int) -> str:
+    """ "3", or "3 to 5"."""
+    return f"{first}" if first == last else f"{first} to {last}"
 
 
 def is_expert(name: str) -> bool:
     """Whether the parameter of this full name belongs to a stack of routed experts, adapters included."""
     return f".{EXPERTS.rpartition('.')[2]}." in name
-
-
-def _part(param: Tensor, rank: int, world_size: int) -> int:
-    """Bytes of one rank's part: equal parts of the first axis, except the last ones."""
-    if not param.ndim:
-        return param.nbytes
-    rows = -(-len(param) // world_size)
-    return max(0, min(rows, len(param) - rank * rows)) * (param.nbytes // len(param))

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from modeling_latentmoe.training.expert_parallel import expert_parallel
 from modeling_latentmoe.training.gradients import exclude_experts_from_ddp
+from modeling_latentmoe.training.launch import check_plugin, check_version
 from modeling_latentmoe.training.mesh import is_expert
 
 # full names of the modules that FSDP leaves alone, a pattern
@@ -53,14 +54,16 @@ def start_processes(output_dir: str, log_with: str | None, timeout: int) -> Acce
 
 def check_fsdp(accelerator: Accelerator) -> None:
     """ValueError where FSDP was asked for and is not there, or has settings under which training is wrong."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return
-    if not accelerator.is_fsdp2:
-        given = accelerator.distributed_type.value
-        raise ValueError(
-            f"the launch configuration asks for FSDP with fsdp_version {os.environ.get('FSDP_VERSION', '1')}, but "
-            f"Accelerate gives {given} on {accelerator.device.type}: use fsdp_version: 2, on an accelerator"
-        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        check_version(int(os.environ.get("FSDP_VERSION", "1")))
+        if not accelerator.is_fsdp2:
+            given, device = accelerator.distributed_type.value, accelerator.device.type
+            raise ValueError(
+                f"the launch configuration asks for FSDP, but Accelerate gives {given} on {device}: FSDP needs "
+                "accelerators, set distributed_type to MULTI_CPU to train without"
+            )
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    check_plugin(plugin, accelerator.parallelism_config)
 
 
 def parallelize(

@@ -12,11 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modeling_latentmoe.training import parallelize
-from modeling_latentmoe.training.agreement import check_copies
-from modeling_latentmoe.training.expert_adapters import held_experts
-from modeling_latentmoe.training.mesh import is_expert
-
 from training_runs import FSDP2, Ended, train
 
 pytestmark = pytest.mark.dist
@@ -163,7 +158,7 @@ def unread(rank: int) -> None:
     [
         (3, {}, "--ep 3 does not divide the 2 processes"),
         (1, FSDP2, "asks for FSDP"),
-        (1, {**FSDP2, "FSDP_VERSION": "1"}, "asks for FSDP"),
+        (1, {**FSDP2, "FSDP_VERSION": "1"}, "fsdp_version 1"),
     ],
 )
 def test_layouts_that_cannot_work_read_no_weight(

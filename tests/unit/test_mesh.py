@@ -1,14 +1,11 @@
-"""The grid of ranks: who holds which experts, what cannot work, and how many bytes each of 128 ranks holds."""
+"""The grid of ranks: who holds which experts, and what cannot work."""
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from modeling_latentmoe import LatentMoEConfig, LatentMoEForConditionalGeneration
-from modeling_latentmoe.training import lora
-from modeling_latentmoe.training.mesh import build_mesh, check_layout, is_expert, owned_experts, rank_map, shares
-from modeling_latentmoe.training.streaming import restrict_experts
+from modeling_latentmoe.training.layout import fake_process_group
+from modeling_latentmoe.training.mesh import build_mesh, check_layout, is_expert, owned_experts, rank_map
 
 
 @pytest.mark.parametrize(
@@ -40,41 +37,56 @@ def test_rank_map_of_eight() -> None:
     assert len(lines) == 8
 
 
+@pytest.mark.parametrize(
+    ("world", "ep", "expected"),
+    [
+        (
+            128,
+            64,
+            [
+                "ranks 0 to 63: efsdp 0, ep 0 to 63, experts 0 to 895 of every layer, 14 each",
+                "ranks 64 to 127: efsdp 1, ep 0 to 63, experts 0 to 895 of every layer, 14 each",
+            ],
+        ),
+        (
+            32,
+            2,
+            [
+                "ranks 0 to 30 in steps of 2: efsdp 0 to 15, ep 0, experts 0 to 447 of every layer",
+                "ranks 1 to 31 in steps of 2: efsdp 0 to 15, ep 1, experts 448 to 895 of every layer",
+            ],
+        ),
+        (128, 1, ["ranks 0 to 127: efsdp 0 to 127, ep 0, experts 0 to 895 of every layer"]),
+    ],
+)
+def test_rank_map_of_many(world: int, ep: int, expected: list[str]) -> None:
+    """Rows or columns, whichever are fewer."""
+    assert rank_map(LatentMoEConfig.tiny(experts=896), world, ep).splitlines() == expected
+
+
+def test_rank_map_without_experts() -> None:
+    assert rank_map(LatentMoEConfig.tiny(experts=0), 17, 1) == "ranks 0 to 16: efsdp 0 to 16, ep 0, no experts"
+
+
 @pytest.mark.parametrize("rank", [0, 63, 64, 127])
 def test_mesh_of_128_ranks(rank: int) -> None:
-    """EP 64 x efsdp 2: groups are neighbours, columns hold the same experts; the map agrees with torch's mesh."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=128)
-    try:
+    """EP 64 x efsdp 2: groups are neighbours, columns hold the same experts; both maps agree with torch's mesh."""
+    with fake_process_group(rank, 128):
         mesh = build_mesh(128, 64, "cpu")
         assert mesh.mesh_dim_names == ("efsdp", "ep") and mesh.shape == (2, 64)
+        assert tuple(mesh.get_coordinate()) == (rank // 64, rank % 64)
         first = rank // 64 * 64
         assert dist.get_process_group_ranks(mesh.get_group("ep")) == list(range(first, first + 64))
         assert dist.get_process_group_ranks(mesh.get_group("efsdp")) == [rank % 64, rank % 64 + 64]
-        place = f"rank {rank}: efsdp {mesh.get_local_rank('efsdp')}, ep {mesh.get_local_rank('ep')},"
-        assert place in rank_map(LatentMoEConfig.tiny(experts=896), 128, 64)
-    finally:
-        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("world", "ep"), [(1, 1), (6, 2), (128, 64)])
-def test_bytes_of_every_rank(world: int, ep: int) -> None:
-    """They add up: experts and their adapters once per column, everything else once."""
-    config = LatentMoEConfig.tiny(experts=64)
-    with torch.device("meta"):
-        whole = lora.add_adapter(LatentMoEForConditionalGeneration(config), r=4, lora_alpha=8, expert_rank=2)
-        part = LatentMoEForConditionalGeneration(config)
-        restrict_experts(part, 0, ep)
-        part = lora.add_adapter(part, r=4, lora_alpha=8, expert_rank=2)
-    found = list(shares(part, world, ep))
-    assert [share.rank for share in found] == list(range(world))
-    expected = {True: 0, False: 0}
-    for name, param in whole.named_parameters():
-        expected[is_expert(name)] += param.nbytes
-    assert sum(share.expert_bytes for share in found) == expected[True] * world // ep
-    assert sum(share.dense_bytes for share in found) == expected[False]
-    for column in range(world // ep):
-        held = [expert for share in found if share.efsdp == column for expert in share.experts]
-        assert held == list(range(64))
+@pytest.mark.parametrize("rank", range(8))
+def test_rank_map_is_that_of_the_mesh(rank: int) -> None:
+    """Public report 58."""
+    with fake_process_group(rank, 8):
+        mesh = build_mesh(8, 4, "cpu")
+        place = f"rank {rank}: efsdp {mesh.get_local_rank('efsdp')}, ep {mesh.get_local_rank('ep')}, experts"
+        assert rank_map(LatentMoEConfig.tiny(), 8, 4).splitlines()[rank].startswith(place)
 
 
 def test_shares_are_slices_in_order() -> None:
