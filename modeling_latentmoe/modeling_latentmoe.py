@@ -44,6 +44,7 @@ from .vision import PositionEmbedding, Projector, VisionTower
 
 # Routing and key selection are decisions: a recomputed one could differ by a rounding and change the graph.
 SAVED_DECISIONS = [torch.ops.aten.topk.default]
+RECOMPUTE = partial(checkpoint)
 
 
 @dataclass
@@ -225,14 +226,22 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
             super().save_pretrained(stage, **kwargs)
 
     def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs
+        self, enable: bool = True, gradient_checkpointing_func: partial = RECOMPUTE, **kwargs
     ) -> None:
-        # Layers are recomputed in backward, but never their decisions: the top-k of routers and indexers is saved.
-        # Every public switch of transformers and PEFT ends here.
-        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+        # Layers are recomputed in backward, but never their decisions: the top-k of routers and indexers is saved, and
+        # so are the results of the caller's `saved_ops`. Every public switch of transformers and PEFT ends here.
+        options = dict(gradient_checkpointing_func.keywords)
+        if options.pop("use_reentrant", False):
             raise ValueError("use_reentrant: must be False (reentrant checkpointing cannot save routing decisions)")
-        context_fn = partial(create_selective_checkpoint_contexts, SAVED_DECISIONS)
-        function = partial(gradient_checkpointing_func, use_reentrant=False, context_fn=context_fn)
+        if "context_fn" in options:
+            raise ValueError("context_fn: not supported, pass what to keep as a list of operators, saved_ops=[...]")
+        saved = [*SAVED_DECISIONS, *options.pop("saved_ops", ())]
+        function = partial(
+            gradient_checkpointing_func.func,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, saved),
+            **options,
+        )
         super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=function, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:

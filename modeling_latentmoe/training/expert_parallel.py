@@ -6,9 +6,10 @@ Legend: T tokens of this rank, S chosen experts of a token, E experts of the lay
 A row carries a token's latents and the ids and routing weights of its experts; the rank that gets it sends back the
 weighted sum over the experts it holds. Every layer takes, on every rank, the same collectives: one for the counts and
 one for the rows forward, one for the sums; in the backward pass one for their gradients and one for those of the rows.
-That also holds for a rank without tokens, one whose loss depends on none of its rows, and for a recomputed forward, as
-long as all ranks call the model, and then backward, equally often. In `generate`, ranks end their answers at different
-lengths: `synced_gpus=True` keeps them all stepping until the last one is done.
+That also holds for a rank without tokens and one whose loss depends on none of its rows, as long as all ranks call the
+model, and then backward, equally often. A recomputed forward takes those of a forward again, or none if their results
+were saved (`RECEIVED`). In `generate`, ranks end their answers at different lengths: `synced_gpus=True` keeps them all
+stepping until the last one is done.
 """
 
 import math
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from modeling_latentmoe.moe import Dispatched
 from modeling_latentmoe.training.mesh import owned_experts
@@ -78,13 +80,63 @@ def drop_excess(ids_TS: Tensor, experts: int, factor: float) -> Tensor:
     return ids_A.index_fill(0, excess_A, -1).view_as(ids_TS)
 
 
+# The collectives are operators, so that activation checkpointing can keep what they return. The sums are taken inside:
+# a token's is one row, what it is summed from is a row of every rank that holds an expert of the token.
+
+
+@torch.library.custom_op("latentmoe::exchange_counts", mutates_args=())
+def exchange_counts(sent_N2: Tensor, group_name: str) -> Tensor:
+    """A row for every rank -> the rows that all ranks have for this one."""
+    received_N2 = torch.empty_like(sent_N2)
+    dist.all_to_all_single(received_N2, sent_N2, group=_resolve_process_group(group_name))
+    return received_N2
+
+
+@torch.library.custom_op("latentmoe::exchange_rows", mutates_args=())
+def exchange_rows(values_R: list[Tensor], sent: list[int], received: list[int], group_name: str) -> list[Tensor]:
+    """Matrices with `sum(sent)` rows, sorted by destination -> their rows from all ranks. One collective, of bytes."""
+    packed = torch.cat([value.contiguous().view(torch.uint8) for value in values_R], dim=1)
+    result = packed.new_empty(sum(received), packed.shape[1])
+    dist.all_to_all_single(result, packed, received, sent, group=_resolve_process_group(group_name))
+    widths = [value.shape[1] * value.itemsize for value in values_R]
+    # Copies: only those are sure to be aligned.
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in result.split(widths, dim=1)]
+    return [part.view(value.dtype) for part, value in zip(parts, values_R, strict=True)]
+
+
+@torch.library.custom_op("latentmoe::return_sums", mutates_args=())
+def return_sums(
+    values_R: list[Tensor], sent: list[int], received: list[int], group_name: str, token_R: Tensor, tokens: int
+) -> list[Tensor]:
+    """`exchange_rows`, then sums over the rows of each token, in fp32 or wider. token_R: of the rows that come.
+
+    In the order of ranks, on every device: a sum does not change from run to run.
+    """
+    sums = []
+    for rows in exchange_rows(values_R, sent, received, group_name):
+        sum_T = rows.new_zeros(tokens, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+        # a token has at most one row in each part
+        for token, part in zip(token_R.split(received), rows.split(received), strict=True):
+            sum_T.index_add_(0, token, part.to(sum_T.dtype))
+        sums.append(sum_T)
+    return sums
+
+
+# What a recomputed forward needs of other ranks: with these saved it does not communicate.
+RECEIVED = [
+    torch.ops.latentmoe.exchange_counts.default,
+    torch.ops.latentmoe.exchange_rows.default,
+    torch.ops.latentmoe.return_sums.default,
+]
+
+
 class Plan(NamedTuple):
     """Which rows this rank sends and gets: sorted by the other rank, those of one rank in the order of its tokens.
 
     token_R: the token of every row that is sent; sent, received: number of rows, by rank; tokens: T.
     """
 
-    group: dist.ProcessGroup
+    group_name: str
     token_R: Tensor
     sent: list[int]
     received: list[int]
@@ -92,32 +144,11 @@ class Plan(NamedTuple):
 
     def there(self, *values_T: Tensor) -> list[Tensor]:
         """Values of this rank's tokens -> values of the rows that this rank gets."""
-        return exchange_rows([value[self.token_R] for value in values_T], self.sent, self.received, self.group)
+        return exchange_rows([value[self.token_R] for value in values_T], self.sent, self.received, self.group_name)
 
     def back(self, *values_R: Tensor) -> list[Tensor]:
-        """Values of the rows that this rank got -> sums over the rows of each of its tokens, in fp32 or wider.
-
-        In the order of ranks, on every device: a sum does not change from run to run.
-        """
-        sums = []
-        for rows in exchange_rows(list(values_R), self.received, self.sent, self.group):
-            sum_T = rows.new_zeros(self.tokens, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
-            # a token has at most one row in each part
-            for token, part in zip(self.token_R.split(self.sent), rows.split(self.sent), strict=True):
-                sum_T.index_add_(0, token, part.to(sum_T.dtype))
-            sums.append(sum_T)
-        return sums
-
-
-def exchange_rows(values: list[Tensor], sent: list[int], received: list[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Matrices with `sum(sent)` rows, sorted by destination -> their rows from all ranks. One collective, of bytes."""
-    packed = torch.cat([value.contiguous().view(torch.uint8) for value in values], dim=1)
-    result = packed.new_empty(sum(received), packed.shape[1])
-    dist.all_to_all_single(result, packed, received, sent, group=group)
-    widths = [value.shape[1] * value.itemsize for value in values]
-    # Copies: only those are sure to be aligned.
-    parts = [part.clone(memory_format=torch.contiguous_format) for part in result.split(widths, dim=1)]
-    return [part.view(value.dtype) for part, value in zip(parts, values, strict=True)]
+        """Values of the rows that this rank got -> sums over the rows of each of its tokens, in fp32 or wider."""
+        return return_sums(list(values_R), self.received, self.sent, self.group_name, self.token_R, self.tokens)
 
 
 class Dispatch(torch.autograd.Function):
@@ -205,7 +236,6 @@ class AllToAll:
         token_R = (chosen_NT > 0).nonzero()[:, 1]
         most_N = torch.cat([chosen_NT, chosen_NT.new_zeros(self.ranks, 1)], dim=1).amax(1)
         sent_N2 = torch.stack([(chosen_NT > 0).sum(1), most_N], dim=1)
-        received_N2 = torch.empty_like(sent_N2)
-        dist.all_to_all_single(received_N2, sent_N2, group=self.group)
+        received_N2 = exchange_counts(sent_N2, self.group.group_name)
         sent, received, slots = torch.stack([sent_N2[:, 0], *received_N2.unbind(1)]).tolist()
-        return Plan(self.group, token_R, sent, received, len(ids_TS)), max(1, *slots)
+        return Plan(self.group.group_name, token_R, sent, received, len(ids_TS)), max(1, *slots)

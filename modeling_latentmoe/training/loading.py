@@ -19,6 +19,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.hub import HF_MODULES_CACHE
 
 import modeling_latentmoe
+from modeling_latentmoe.training.expert_parallel import RECEIVED
 from modeling_latentmoe.training.sources import RemoteFiles, fetch_small_files, header_files, is_url
 from modeling_latentmoe.training.streaming import check_shares, streamed
 
@@ -26,6 +27,13 @@ from modeling_latentmoe.training.streaming import check_shares, streamed
 _TINY = Path(modeling_latentmoe.__file__).parent / "tiny"
 SHIPPED_MODEL = str(_TINY.relative_to(Path.cwd()) if _TINY.is_relative_to(Path.cwd()) else _TINY)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+# what scaled_dot_product_attention runs; where keys and values differ in width, torch has no fused kernel on CPU
+FUSED_ATTENTION = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
 
 
 @contextmanager
@@ -97,10 +105,16 @@ def _local(model: str) -> str:
     return str(fetch_small_files(RemoteFiles(model))) if is_url(model) else model
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass; transformers 5.23 gave the method a new name."""
+def checkpoint_activations(model: PreTrainedModel, selective: bool = False) -> None:
+    """Recompute activations in the backward pass, but never decisions (see modeling_latentmoe.py).
+
+    selective: results that are dear to compute again for their size are kept too, what came over the network and those
+    of fused attention: a recomputed forward then takes no collective of expert parallelism.
+    """
+    kwargs = {"saved_ops": [*RECEIVED, *FUSED_ATTENTION]} if selective else None
+    # transformers 5.23 gave the method a new name
     name = "activation_checkpointing_enable"
-    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")(kwargs)
 
 
 def broken_shard(model: str) -> str:

@@ -138,7 +138,7 @@ def train(rank: int, world: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     balancing, loads = QuantileBalancing(model), []
     ids = torch.randint(0, 250, (6, 50), generator=torch.Generator().manual_seed(1))
     mine = ids[rank * 6 // world : (rank + 1) * 6 // world]
-    for step in range(3):
+    for _ in range(3):
         output = model.train()(input_ids=mine, output_router_logits=True)
         loads.append(output.expert_load)
         balancing.observe(output.router_logits)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from training_runs import FSDP2, Ended, train
 
 pytestmark = pytest.mark.dist
@@ -128,7 +127,7 @@ def drift(rank: int) -> None:
 
     def drifting(accelerator, model, *args):
         if rank == 1:
-            name, param = next((n, p) for n, p in model.named_parameters() if "q_proj.lora_A" in n)
+            param = next(p for name, p in model.named_parameters() if "q_proj.lora_A" in name)
             param.data[0, 0] = torch.nextafter(param.data[0, 0], torch.tensor(9.0, dtype=param.dtype))
         return backpropagate(accelerator, model, *args)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accelerate import Accelerator
-
 from cpu_fsdp import start_with_fsdp
 from processes import PROCESSES, TIMEOUT_S
 
