@@ -84,6 +84,7 @@ class Arguments:
     lr_projector: float | None = option(None, "peak learning rate of the image projector")
     warmup: float = option(0.05, "share of the run in which the rates rise; a cosine to zero follows")
     weight_decay: float = option(0.0, "AdamW weight decay of the adapters")
+    adam_epsilon: float = option(1e-8, "AdamW epsilon; gradients far below it do not move a weight")
     max_grad_norm: float = option(1.0, "clip the global gradient norm to this")
     r: int = option(16, "LoRA rank of dense layers")
     lora_alpha: float = option(32.0, "every adapter is scaled by lora_alpha / r, those of the experts too")
@@ -91,6 +92,9 @@ class Arguments:
     target_modules: list[str] | None = field(
         default=None,
         metadata={"help": "layers to adapt; default: attention, feed-forward and routed experts"},
+    )
+    adapter: str | None = option(
+        None, "start from this adapter, a folder or a Hub id, with a new optimizer and schedule"
     )
     train_projector: bool = option(True, "adapt the image projector too, if there is one (never the tower)")
     gradient_checkpointing: Literal["none", "full", "selective"] = option(
@@ -112,7 +116,7 @@ class Arguments:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
         rates = ("lr", "lr_kda", "lr_attention", "lr_experts", "lr_projector")
-        for name in ("epochs", *rates, "lora_alpha", "capacity_factor", "auxiliary_coefficient"):
+        for name in ("epochs", *rates, "lora_alpha", "capacity_factor", "auxiliary_coefficient", "adam_epsilon"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name} {value} must be a number above 0")
@@ -213,11 +217,13 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     if args.gradient_checkpointing != "none":
         checkpoint_activations(base, selective=args.gradient_checkpointing == "selective")
     initialise_adapters(model, args.seed)
+    if args.adapter:
+        lora.fill_adapter(model, args.adapter, identity)
     rates = {"kda": args.lr_kda, "attention": args.lr_attention, "experts": args.lr_experts}
     rates |= {"projector": args.lr_projector, "dense": args.lr}
     groups = lora.parameter_groups(model, {name: args.lr if lr is None else lr for name, lr in rates.items()})
     accelerator.print(storage, lora.trainable_line(model, groups), sep="\n")
-    optimizer = torch.optim.AdamW(groups, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, eps=args.adam_epsilon, weight_decay=args.weight_decay)
     wrapped, optimizer = parallelize(accelerator, model, optimizer, mesh, args.capacity_factor)
     prepare_moments(optimizer)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -324,7 +330,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             record = {"loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
             record |= {"lr": args.lr * factor, "done": done}
             record |= {"tokens": n_tokens, "tokens_per_s": speed, "dropped": dropped, "auxiliary_loss": auxiliary}
-            record |= monitor.load_figures(step_load)
+            record |= monitor.load_figures(step_load) | monitor.peak_memory()
             # forward and input gradients
             record["tflops"] = 2 * forward_flops_per_token(base.config.get_text_config(), length) * speed / 1e12
             metrics.add(step=step, **record)

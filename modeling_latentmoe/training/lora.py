@@ -19,12 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from modeling_latentmoe.training.expert_adapters import held_experts
+from modeling_latentmoe.training.expert_adapters import held_experts, slice_adapter
 from modeling_latentmoe.training.mesh import is_expert
 from modeling_latentmoe.training.router_bias import BIAS_FILE, read_biases, set_biases
 
@@ -252,19 +260,9 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
     PEFT does not know them). Raises ValueError where a file is damaged, where it belongs to another base model or
     where one tensor of a file is not used.
     """
-    folder = Path(adapter)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE]))
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / file).is_file():
-            raise ValueError(f"adapter {adapter}: {file} is missing")
+    folder = adapter_folder(adapter)
     stored = check_files(folder)
-    if (folder / BASE_FILE).is_file():
-        made_for = read_json(folder / BASE_FILE, "digest", "base_model")
-        if made_for["digest"] != base_identity(model, "")["digest"]:
-            raise ValueError(f"adapter {adapter} was made for another base model ({made_for['base_model']})")
+    check_base(folder, adapter, base_identity(model, ""))
     biases = read_biases(folder, model)
     try:
         with warnings.catch_warnings():
@@ -275,12 +273,58 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
             peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
     except RuntimeError as error:
         raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
-    used = set(get_peft_model_state_dict(peft_model))
-    if stored != used:
-        odd = sorted(stored ^ used)
-        raise ValueError(f"adapter {adapter}: {len(odd)} tensors do not fit the model, for example {odd[0]}")
+    check_used(adapter, stored, peft_model)
     set_biases(model, biases)
     return peft_model
+
+
+def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> None:
+    """Give the factors of `model`, which `add_adapter` made, the values of folder or Hub id `adapter`, strictly.
+
+    `model` may hold a share of the experts; `identity` is that of its base (`base_identity`). Router biases as in `load_adapter`. Raises ValueError too where targets,
+    ranks or scales are others.
+    """
+    folder = adapter_folder(adapter)
+    stored = check_files(folder)
+    check_base(folder, adapter, identity)
+    ours, theirs = model.peft_config["default"], PeftConfig.from_pretrained(str(folder))
+    for field in ("r", "lora_alpha", "rank_pattern", "alpha_pattern"):
+        mine, other = getattr(ours, field), getattr(theirs, field, None)
+        if mine != other:
+            raise ValueError(f"--adapter {adapter} has {field} {other}, this run asks for {mine}")
+    check_used(adapter, stored, model)
+    biases = read_biases(folder, model.get_base_model())
+    factors = slice_adapter(model, load_file(folder / "adapter_model.safetensors"))
+    set_peft_model_state_dict(model, factors)
+    set_biases(model.get_base_model(), biases)
+
+
+def adapter_folder(adapter: str) -> Path:
+    """The local folder of an adapter, from the Hub if `adapter` is no folder; ValueError where a file is missing."""
+    folder = Path(adapter)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE]))
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise ValueError(f"adapter {adapter}: {file} is missing")
+    return folder
+
+
+def check_base(folder: Path, adapter: str, identity: dict[str, str]) -> None:
+    """ValueError unless the adapter in `folder` was made for the base model of this identity, as far as it says so."""
+    if (folder / BASE_FILE).is_file():
+        made_for = read_json(folder / BASE_FILE, "digest", "base_model")
+        if made_for["digest"] != identity["digest"]:
+            raise ValueError(f"adapter {adapter} was made for another base model ({made_for['base_model']})")
+
+
+def check_used(adapter: str, stored: set[str], peft_model: PeftModel) -> None:
+    """ValueError unless the model has exactly the tensors of the file."""
+    odd = sorted(stored ^ set(get_peft_model_state_dict(peft_model)))
+    if odd:
+        raise ValueError(f"adapter {adapter}: {len(odd)} tensors do not fit the model, for example {odd[0]}")
 
 
 def check_files(folder: Path) -> set[str]:

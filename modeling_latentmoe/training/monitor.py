@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -112,6 +113,17 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         self.bar.close()
+
+
+def peak_memory() -> dict[str, float]:
+    """Most memory, in GiB, that any process has had allocated on its accelerator; nothing without accelerators."""
+    if not torch.accelerator.is_available():
+        return {}
+    peak = torch.tensor(
+        torch.accelerator.max_memory_allocated() / 2**30, device=torch.accelerator.current_accelerator()
+    )
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return {"memory_gib": peak.item()}
 
 
 def load_figures(load: Tensor) -> dict[str, float]:
