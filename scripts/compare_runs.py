@@ -162,7 +162,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A row for every layout, dtype and kind of checkpointing; ValueError at the first that differs too much."""
+    """A row for every layout, dtype and kind of checkpointing."""
     torch.manual_seed(0)
     data, rows = write_data(folder), []
     for dtype in args.dtypes:
@@ -179,10 +179,9 @@ def compare(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 more = ["--gradient_checkpointing", checkpointing]
                 row = {"op": "ten steps", "shape": str(layout), "dtype": dtype, "checkpointing": checkpointing}
                 row |= difference(run(args, folder, data, layout, dtype, more), reference) | {"limits": limits}
+                row["agrees"] = row["same_adapters"] and all(row[name] <= limit for name, limit in limits.items())
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-                if not row["same_adapters"] or any(row[name] > limit for name, limit in limits.items()):
-                    raise ValueError(f"{layout}, {dtype}, checkpointing {checkpointing}: differs too much, {row}")
     return rows
 
 
@@ -216,6 +215,9 @@ def main_command(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(args, Path(folder))
     record(RESULTS, shlex.join(["python", "scripts/compare_runs.py", *argv]), args.device, rows)
+    different = [f"{row['shape']} in {row['dtype']}" for row in rows if not row["agrees"]]
+    if different:
+        raise ValueError(f"{len(different)} of {len(rows)} runs differ too much from one process, first {different[0]}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -281,8 +281,8 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
 def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> None:
     """Give the factors of `model`, which `add_adapter` made, the values of folder or Hub id `adapter`, strictly.
 
-    `model` may hold a share of the experts; `identity` is that of its base (`base_identity`). Router biases as in `load_adapter`. Raises ValueError too where targets,
-    ranks or scales are others.
+    `model` may hold a share of the experts; `identity` is that of its base (`base_identity`). Router biases as in
+    `load_adapter`. Raises ValueError too where ranks or scales are others.
     """
     folder = adapter_folder(adapter)
     stored = check_files(folder)
