@@ -126,7 +126,9 @@ def run(args: argparse.Namespace, folder: Path, data: Path, layout: Layout, dtyp
         launch += ["--num_processes", str(layout.processes), "--main_process_port", "0"]
         if args.device == "cpu":
             script = [args.cpu_fsdp, *script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Python looks there first; the starter script of FSDP on CPU has another folder as its own
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     if args.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
