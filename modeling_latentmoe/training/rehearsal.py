@@ -14,8 +14,10 @@ and experts get random bytes of sane values, which are the same whatever else is
 import base64
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import chain, islice, product
 from pathlib import Path
 from zlib import crc32
@@ -123,39 +125,50 @@ def write_holes(path: Path, shard: Layout) -> None:
 
 
 def fill_holes(files: list[Path], config: LatentMoEConfig, fill: Callable[[str], bool], seed: int) -> None:
-    """Put random values into the tensors that `fill` chooses."""
-    headers = {file: {name: t for name, t in read_header(file).items() if fill(name)} for file in files}
-    total = sum(tensor.stop - tensor.start for header in headers.values() for tensor in header.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="random bytes", disable=not total) as bar:
-        for path, header in headers.items():
-            with path.open("r+b") as file:
-                for name, tensor in header.items():
-                    file.seek(tensor.start)
-                    for values in random_values(name, tensor, config, seed):
-                        bar.update(file.write(values))
+    """Put random values into the tensors that `fill` chooses, with a thread for every core."""
+    tensors = [(file, name, tensor) for file in files for name, tensor in read_header(file).items() if fill(name)]
+    # the largest ones first: none is left for one thread at the end
+    tensors.sort(key=lambda found: found[2].start - found[2].stop)
+    total = sum(tensor.stop - tensor.start for _, _, tensor in tensors)
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="random bytes", disable=not total) as bar,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        for done in as_completed([pool.submit(fill_hole, *found, config, seed) for found in tensors]):
+            bar.update(done.result())
 
 
-def random_values(name: str, tensor: StoredTensor, config: LatentMoEConfig, seed: int) -> Iterator[bytes]:
-    """The bytes of a tensor, piece by piece; a function of name and seed alone."""
+def fill_hole(path: Path, name: str, tensor: StoredTensor, config: LatentMoEConfig, seed: int) -> int:
+    """Put random values into one tensor; returns the number of bytes."""
+    with path.open("r+b") as file:
+        file.seek(tensor.start)
+        return sum(file.write(values) for values in random_values(name, tensor, config, seed))
+
+
+def random_values(name: str, tensor: StoredTensor, config: LatentMoEConfig, seed: int) -> Iterator[np.ndarray]:
+    """The bytes of a tensor, piece by piece; a function of name and seed alone.
+
+    Arrays and not `bytes`: copies of them would be made one thread at a time.
+    """
     rng = np.random.default_rng([seed, crc32(name.encode())])
     left = math.prod(tensor.shape)
     if name.endswith("A_log"):
         rates = torch.zeros(left)
         heads = config.text_config.linear_attn_config["num_heads"]
         rates[:heads] = torch.from_numpy(np.log(rng.uniform(1, 16, heads)))
-        yield rates.numpy().tobytes()
+        yield rates.numpy().view(np.uint8)
         return
     mean, std = next((value for part, value in DISTRIBUTIONS.items() if part in name), (0, 0.02))
     while left:
         count = min(left, CHUNK)
         left -= count
         if name.endswith("weight_scale"):
-            yield rng.integers(*SCALES, count, dtype=np.uint8, endpoint=True).tobytes()
+            yield rng.integers(*SCALES, count, dtype=np.uint8, endpoint=True)
         elif tensor.dtype == "U8":
-            yield rng.bytes(count)
+            yield rng.integers(1 << 32, size=-(-count // 4), dtype=np.uint32).view(np.uint8)[:count]
         else:
             values = torch.from_numpy(rng.standard_normal(count, dtype=np.float32)).mul_(std).add_(mean)
-            yield values.to(TORCH_DTYPES[tensor.dtype]).view(torch.uint8).numpy().tobytes()
+            yield values.to(TORCH_DTYPES[tensor.dtype]).view(torch.uint8).numpy()
 
 
 def write_processor_files(folder: Path, ordinary: int) -> None:
