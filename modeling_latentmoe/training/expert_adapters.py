@@ -32,7 +32,8 @@ def initialise_adapters(model: nn.Module, seed: int) -> None:
         for expert, rows in matrices:
             key = hashlib.sha256(f"{seed} {name} {expert}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
-            rows.copy_(torch.empty(rows.shape, dtype=rows.dtype).uniform_(-bound, bound, generator=generator))
+            # in fp32: an fp64 model then starts from the same numbers
+            rows.copy_(torch.empty(rows.shape).uniform_(-bound, bound, generator=generator))
 
 
 def held_experts(model: nn.Module) -> range:

@@ -2,6 +2,7 @@
 starts in a moment."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +12,15 @@ import torch.distributed as dist
 
 TIMEOUT_S = 60
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["modeling_latentmoe.training.loading", "modeling_latentmoe.training.lora", "accelerate"]
-)
+PROCESSES.set_forkserver_preload(["scripts.lora", "matplotlib.pyplot"])
+
+
+def as_launched(rank: int, world: int) -> None:
+    """Set what Accelerate looks for in a process of several on one machine."""
+    ranks, sizes = (("RANK", "LOCAL_RANK"), rank), (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world)
+    os.environ |= {name: str(value) for names, value in (ranks, sizes) for name in names}
+    # the group exists already: nobody calls there
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _enter(rank: int, world: int, folder: str, work: Callable, args: tuple) -> None:

@@ -210,11 +210,11 @@ def close(ours: Tensor, theirs: Tensor, limit: float) -> bool:
 
 @pytest.mark.parametrize(
     ("world", "ep"),
-    [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [(2, 2), (4, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((4, 4), (4, 1), (2, 1)))],
 )
 def test_shares_compute_what_one_process_does(tmp_path: Path, reference: dict, world: int, ep: int) -> None:
-    """Public reports 41, 44, 45, 56, 60: logits, loss, gradients of adapters and router, global norm and expert load,
-    with uneven data, experts without tokens and a process that trains on nothing."""
+    """Public reports 33, 41, 44, 45, 56, 60: logits, loss, gradients of adapters and router, global norm and expert
+    load, with uneven data, experts without tokens and a process that trains on nothing."""
     found = spawn(tmp_path / "world", world, share, ep)
     for case, (dtype, checkpointing, averaging) in enumerate(CASES):
         theirs, limit = reference[dtype], 1e-9 if dtype == torch.float64 else 1e-5

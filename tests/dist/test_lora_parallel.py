@@ -6,10 +6,12 @@ fp64, so that two layouts agree to roundings that AdamW does not make visible.
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from training_runs import FSDP2, Ended, train
 
@@ -170,3 +172,81 @@ def test_layouts_that_cannot_work_read_no_weight(
     assert [process.code for process in ended] == [2, 2]
     assert all(f"error: {words}" in process.err or words in process.err for process in ended)
     assert not (tmp_path / "run").exists()
+
+
+def differentiate(folder: str, rank: int) -> None:
+    """In the second step, writes down the derivative of the loss along a random direction of all factors, from the
+    gradients and from two more losses."""
+    from scripts import lora
+
+    backpropagate, reduce_gradients, called = lora.backpropagate, lora.reduce_expert_gradients, []
+
+    def remembering(accelerator, model, *args):
+        called.append((accelerator, model, *args))
+        return backpropagate(accelerator, model, *args)
+
+    def differentiating(model, mesh):
+        reduce_gradients(model, mesh)
+        if len(called) != 2:
+            return
+        trained = [param for param in model.parameters() if param.requires_grad]
+        gradients = [param.grad.clone() for param in trained]
+        # every process has its own experts, and nothing else is trained
+        generator = torch.Generator().manual_seed(rank)
+        steps = [1e-5 * torch.randn(param.shape, generator=generator, dtype=param.dtype) for param in trained]
+        slope = sum((grad * step).sum() for grad, step in zip(gradients, steps, strict=True))
+        dist.all_reduce(slope)
+        losses = []
+        for sign in (1, -2):
+            for param, step in zip(trained, steps, strict=True):
+                param.data += sign * step
+            losses.append(backpropagate(*called[-1]).loss)
+        for param, step, grad in zip(trained, steps, gradients, strict=True):
+            param.data += step
+            param.grad = grad
+        Path(folder, f"slope-{rank}.json").write_text(json.dumps([slope.item(), (losses[0] - losses[1]) / 2]))
+
+    lora.backpropagate, lora.reduce_expert_gradients = remembering, differentiating
+
+
+@pytest.mark.parametrize("target", ["experts.gate_up_proj", "experts.down_proj"])
+def test_one_stack_of_experts_alone(target: str, tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """Public report 39: with either stack alone, EP 2, gradients are what finite differences say, and the norm of this
+    target is written down. DDP then has nothing to average."""
+    more = ["--target_modules", target, "--train_projector", "false", "--max_steps", "2", "--lr", "0.05"]
+    hook = partial(differentiate, str(tmp_path))
+    out = succeeded(train(tmp_path / "said", 2, argv(tiny, rows, tmp_path / "run", 2, 1, *more), before=hook))
+    assert "(experts " in out and "dense" not in out
+    for rank in range(2):
+        slope, difference = json.loads((tmp_path / f"slope-{rank}.json").read_text())
+        assert abs(slope) > 1e-9 and difference == pytest.approx(slope, rel=1e-4)
+    for record in steps(tmp_path / "run"):
+        assert record["grad_norms"] == {target: pytest.approx(record["grad_norm"])} and record["grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "ep", "fsdp", "batch"),
+    [(8, 8, False, 1), (6, 2, True, 2)],
+    ids=["EP 8", "FSDP2 of 6 x EP 2"],
+)
+def test_more_processes(world: int, ep: int, fsdp: bool, batch: int, tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """Two steps, of 8 or 12 rows, as one process takes them."""
+    one = ["--max_steps", "2", "--batch_size", "1"]
+    succeeded(train(tmp_path / "said", 1, argv(tiny, rows, tmp_path / "one", 1, world * batch, *one)))
+    more = ["--max_steps", "2", "--batch_size", str(batch)]
+    out = succeeded(train(tmp_path / "said", world, argv(tiny, rows, tmp_path / "run", ep, 1, *more), fsdp=fsdp))
+    assert out.count("of every layer") == world
+    same_run(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_four_shares_become_two_and_one(tiny: Path, rows: Path, single: Path, tmp_path: Path) -> None:
+    """Public report 92: saved at EP 4, resumed at EP 2 and by one process."""
+    succeeded(train(tmp_path / "said", 4, argv(tiny, rows, tmp_path / "run", 4, 1)))
+    same_run(tmp_path / "run", single)
+    for world, accumulation in ((2, 2), (1, 4)):
+        other = tmp_path / f"on-{world}"
+        shutil.copytree(tmp_path / "run", other, ignore=shutil.ignore_patterns("checkpoint-000004", "adapter*"))
+        succeeded(train(tmp_path / "said", world, argv(tiny, rows, other, world, accumulation, "--resume")))
+        same_run(other, single)

@@ -73,7 +73,8 @@ def test_defaults_cover_the_text_stack_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("expert_rank", [1, 2])
-def test_ranks_and_scales_are_per_module(expert_rank: int) -> None:
+def test_ranks_and_scales_are_per_module(expert_rank: int, tmp_path: Path) -> None:
+    """Public report 38: experts of a smaller rank than the dense layers, in the model, in the file and back."""
     model = lora.add_adapter(small_model(), r=32, lora_alpha=8.0, expert_rank=expert_rank)
     experts = model.config.text_config.num_experts
     for name, module in model.named_modules():
@@ -83,6 +84,12 @@ def test_ranks_and_scales_are_per_module(expert_rank: int) -> None:
             stacked = rank * experts if hasattr(module, "parameter_name") else rank
             assert module.lora_A["default"].weight.shape[0] == stacked
             assert module.lora_B["default"].weight.shape[1] == stacked
+    fill(model)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(small_model(), tmp_path)
+    assert adapted(again) == adapted(model)
+    assert torch.equal(logits(again), expected)
 
 
 def test_bf16_base_keeps_fp32_factors() -> None:
