@@ -6,7 +6,8 @@
 
 Every run is `scripts/lora.py` itself, ten steps on packed pictures and texts of uneven lengths, started as a user
 starts it. Loss and gradient norm of every step, every tensor of the final adapter, and the number of adapters are
-compared with those of one process. bf16 is compared with the spread of single runs whose rows come in another order.
+compared with those of one process: fp64 to 1e-9; fp32 to 1e-5, or as close as one process in fp32 is to fp64; bf16 to
+twice the spread of single runs whose rows come in another order.
 Results go to results/parallel.json. FSDP on CPU needs --cpu_fsdp, a script that lets Accelerate do what it refuses.
 """
 
@@ -39,7 +40,11 @@ STEPS, ROWS = 10, 24
 LIMITS = {"fp64": 1e-9, "fp32": 1e-5}
 # By default AdamW's first update is the sign of the gradient: an element whose gradient is nothing but rounding moves
 # as far as any other, in either direction; and with large steps in fp32 some token soon goes to other experts.
-SETTINGS = {dtype: ["--lr", "3e-5", "--adam_epsilon", "1e-3"] for dtype in ("fp32", "bf16")} | {"fp64": []}
+SETTINGS = {
+    "fp64": [],
+    "fp32": ["--lr", "3e-5", "--adam_epsilon", "1e-3"],
+    "bf16": ["--lr", "1e-4", "--adam_epsilon", "1e-3"],
+}
 
 
 class Layout(NamedTuple):
@@ -61,7 +66,7 @@ LAYOUTS = {
     "cpu": [
         *(Layout(2, True, 1), Layout(4, True, 1)),
         *(Layout(2, False, 2), Layout(4, False, 4), Layout(8, False, 8)),
-        *(Layout(4, True, 2), Layout(4, True, 4), Layout(6, True, 2), Layout(8, True, 4)),
+        Layout(4, True, 2),
     ],
     "cuda": [Layout(2, True, 1), Layout(2, False, 2), Layout(2, True, 2)],
 }
@@ -117,7 +122,7 @@ def run(args: argparse.Namespace, folder: Path, data: Path, layout: Layout, dtyp
         "256",
     ]
     settings += ["--max_steps", str(STEPS), "--ep", str(layout.ep), "--dtype", dtype, "--save_every", str(STEPS)]
-    settings += ["--output_dir", str(output), "--overwrite", *SETTINGS[dtype], *more]
+    settings += ["--output_dir", str(output), "--overwrite", *more]
     script = ["scripts/lora.py", *settings]
     launch = ["torch.distributed.run", "--nproc_per_node", str(layout.processes)]
     launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--"]
@@ -168,17 +173,21 @@ def compare(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     data, rows = write_data(folder), []
     for dtype in args.dtypes:
-        reference = run(args, folder, data, ONE, dtype, [])
+        reference = run(args, folder, data, ONE, dtype, SETTINGS[dtype])
         limits = dict.fromkeys(("loss", "grad_norm", "adapter"), LIMITS.get(dtype))
+        if dtype == "fp32":
+            # two fp32 runs need not be closer to each other than one of them is to the truth
+            exact = difference(reference, run(args, folder, data, ONE, "fp64", SETTINGS["fp32"]))
+            limits = {name: max(limit, exact[name]) for name, limit in limits.items()}
         if dtype not in LIMITS:
             # every step sees all rows: in another order of packing they are rounded otherwise, and that is all
-            others = [run(args, folder, shuffled(data, n), ONE, dtype, []) for n in range(3)]
+            others = [run(args, folder, shuffled(data, n), ONE, dtype, SETTINGS[dtype]) for n in range(3)]
             spread = [difference(other, reference) for other in others]
             limits = {name: 2 * max(each[name] for each in spread) for name in limits}
         for layout in (ONE, *LAYOUTS[args.device]):
             kinds = ("none", "full", "selective")[layout == ONE : 3 if layout == Layout(4, True, 2) else 2]
             for checkpointing in kinds:
-                more = ["--gradient_checkpointing", checkpointing]
+                more = [*SETTINGS[dtype], "--gradient_checkpointing", checkpointing]
                 row = {"op": "ten steps", "shape": str(layout), "dtype": dtype, "checkpointing": checkpointing}
                 row |= difference(run(args, folder, data, layout, dtype, more), reference) | {"limits": limits}
                 row["agrees"] = row["same_adapters"] and all(row[name] <= limit for name, limit in limits.items())
