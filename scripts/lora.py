@@ -44,7 +44,7 @@ from modeling_latentmoe.training.loading import (
 )
 from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
-from modeling_latentmoe.training.parallelize import lost_processes, parallelize, start_processes
+from modeling_latentmoe.training.parallelize import parallelize, start_processes, told_failures
 from modeling_latentmoe.training.rows import Rows, open_dataset
 from modeling_latentmoe.training.trained_state import prepare_moments
 
@@ -151,7 +151,7 @@ def resume_command(command: str) -> str:
     return re.sub(r" --(overwrite|resume)([ =](?!--)\S+)?(?= |$)", "", command) + " --resume"
 
 
-@lost_processes()
+@told_failures()
 def train(args: Arguments, argv: Sequence[str]) -> None:
     settings = dataclasses.asdict(args)
     if args.log_with and importlib.util.find_spec(args.log_with) is None:

@@ -91,10 +91,15 @@ def parallelize(
 
 
 @contextmanager
-def lost_processes() -> Iterator[None]:
-    """Turns what torch raises where another process is gone into one line, a ConnectionError."""
+def told_failures() -> Iterator[None]:
+    """Turns what torch raises where memory is used up or another process is gone into an OSError of one line."""
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        raise OSError(
+            "the accelerator's memory is used up: lower --batch_size or --max_length, set --gradient_checkpointing "
+            "full, or use more devices; --resume continues from the newest checkpoint"
+        ) from error
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):
             raise
