@@ -204,7 +204,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     # Model: frozen weights, fp32 adapters, one learning rate per kind of layer.
     base = load_model(args.model, args.dtype, mesh.get_local_rank("ep"), args.ep)
     identity = lora.base_identity(base, args.model)
-    check_same_start({**settings, **identity})
+    check_same_start({**settings, **identity, "checkpoint": str(resume_from)})
     storage = storage_report(base)
     model = lora.add_adapter(
         base,
@@ -264,14 +264,21 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     def biases() -> dict[str, torch.Tensor]:
         return balancing.biases() if balancing else {}
 
+    saved = step
+
     def save() -> None:
+        nonlocal saved
+        if saved == step:
+            return
+        # first: a file without its checkpoint is written again, a checkpoint without its file would lack these steps
+        loads.write(step)
         state = {"step": step, "rows_done": rows_done, "done": done, "load": load}
         state["balancing"] = balancing.state() if balancing else {}
         position = batches.state_dict()
         checkpoint.save_checkpoint(
             accelerator, model, mesh, output, identity, optimizer, biases(), state, position, args.keep
         )
-        loads.write(step)
+        saved = step
 
     if step == 0:
         measure("before training")
@@ -290,6 +297,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             n_tokens, n_read, n_rows, stop = global_sum(
                 accelerator, mine, read, batches.rows_seen - seen, interrupt.asked
             )
+            if not n_tokens:
+                raise ValueError(f"--dataset {args.dataset}: no row of step {step + 1} has a token to learn")
             rows_done += n_rows
             before = done
             done = (step + 1) / args.max_steps if args.max_steps else rows_done / (args.epochs * rows.total)
@@ -304,8 +313,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             norms = clip_grad_norm(model, mesh, args.max_grad_norm)
             if not math.isfinite(loss + norms.total):
                 if last_good is not None:
-                    lora.restore(trained, last_good)
-                    checkpoint.save_whole_adapter(model, mesh, output, identity, biases())
+                    values, good_biases = last_good
+                    lora.restore(trained, values)
+                    checkpoint.save_whole_adapter(model, mesh, output, identity, good_biases)
                     kept = f"the adapter of step {step - 1} is in {output}"
                 elif resume_from is not None:
                     # the checkpoint's own weights gave this loss
@@ -315,7 +325,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
                 what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}"
                 raise FloatingPointError(f"{what}; {kept}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
-            last_good = lora.snapshot(trained)
+            last_good = lora.snapshot(trained), biases()
             optimizer.step()
             optimizer.zero_grad()
             if balancing is not None:
