@@ -12,18 +12,21 @@ saved: the same command with --resume continues exactly where it stopped.
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import datasets
 import torch
 import transformers
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from modeling_latentmoe.mxfp4 import storage_report
@@ -45,6 +48,7 @@ from modeling_latentmoe.training.loading import (
 from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
 from modeling_latentmoe.training.parallelize import parallelize, start_processes, told_failures
+from modeling_latentmoe.training.router_bias import read_biases, set_biases
 from modeling_latentmoe.training.rows import Rows, open_dataset
 from modeling_latentmoe.training.trained_state import prepare_moments
 
@@ -126,6 +130,12 @@ class Arguments:
             raise ValueError(f"--warmup {self.warmup} must be a share of the run, at least 0 and below 1")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight_decay {self.weight_decay} must be at least 0")
+        if self.timeout > 10**6:
+            raise ValueError(f"--timeout {self.timeout} is longer than a million seconds")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**32")
+        if self.adapter and Path(self.output_dir).resolve() in (path := Path(self.adapter).resolve(), *path.parents):
+            raise ValueError(f"--adapter {self.adapter} lies in --output_dir, which a new run clears")
         if self.eval_every < 0:
             raise ValueError(f"--eval_every {self.eval_every} must be at least 0")
         if self.streaming and self.max_steps is None:
@@ -139,11 +149,21 @@ def schedule(progress: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
 
 
-def launch_command(argv: Sequence[str], processes: int, fsdp: bool, ep: int) -> str:
+def launch_command(argv: Sequence[str], accelerator: Accelerator, ep: int) -> str:
     """What to type for this run."""
-    config = ["--config_file", f"accelerate_configs/fsdp2{'_ep' if ep > 1 else ''}.yaml"] if fsdp else []
+    processes, fsdp = accelerator.num_processes, accelerator.is_fsdp2
+    machines = processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    launch = ["accelerate", "launch"]
+    if machines > 1:
+        launch += ["--config_file", "accelerate_configs/multi_node.yaml", "--num_machines", str(machines)]
+        launch += ["--machine_rank", "R", "--main_process_ip", "HOST"]
+    elif fsdp:
+        launch += ["--config_file", f"accelerate_configs/fsdp2{'_ep' if ep > 1 else ''}.yaml"]
+    elif processes > 1 and accelerator.device.type == "cpu":
+        # Accelerate starts several processes on CPU with MPI only; the dashes keep torchrun off the script's switches
+        return shlex.join(["torchrun", "--nproc_per_node", str(processes), "--", "scripts/lora.py", *argv])
     several = ["--num_processes", str(processes)] if processes > 1 else []
-    return shlex.join(["accelerate", "launch", *config, *several, "scripts/lora.py", *argv])
+    return shlex.join([*launch, *several, "scripts/lora.py", *argv])
 
 
 def resume_command(command: str) -> str:
@@ -169,8 +189,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         balancing = AuxiliaryLoss(base_config.get_text_config(), args.auxiliary_coefficient)
     elif args.balance == "quantile":
         check_router(base_config.get_text_config())
-    mesh = build_mesh(world, args.ep, accelerator.device.type)
-    command = launch_command(argv, world, accelerator.is_fsdp2, args.ep)
+    mesh = build_mesh(world, args.ep, accelerator.device.type, timedelta(seconds=args.timeout))
+    command = launch_command(argv, accelerator, args.ep)
     if world > 1:
         accelerator.print(rank_map(base_config, world, args.ep))
     if not is_main:
@@ -198,7 +218,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         name = args.eval_dataset or args.dataset
         config = args.dataset_config if name == args.dataset else None
         eval_source, eval_folder = open_dataset(name, eval_split or args.split, config, args.streaming)
-        limit = math.ceil(args.eval_samples / world)
+        limit = len(range(rank, args.eval_samples, world))
         held_out = data.Chats(Rows(name, eval_source, rank, world), eval_folder, limit, args.skip_bad_images)
 
     # Model: frozen weights, fp32 adapters, one learning rate per kind of layer.
@@ -217,8 +237,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     if args.gradient_checkpointing != "none":
         checkpoint_activations(base, selective=args.gradient_checkpointing == "selective")
     initialise_adapters(model, args.seed)
-    if args.adapter:
-        lora.fill_adapter(model, args.adapter, identity)
+    given_biases = {}
+    if args.adapter and resume_from is None:
+        given_biases = lora.fill_adapter(model, args.adapter, identity)
     rates = {"kda": args.lr_kda, "attention": args.lr_attention, "experts": args.lr_experts}
     rates |= {"projector": args.lr_projector, "dense": args.lr}
     groups = lora.parameter_groups(model, {name: args.lr if lr is None else lr for name, lr in rates.items()})
@@ -239,6 +260,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         batches.load_state_dict(position)
         # else --epochs would end early by these rows
         rows_done -= repeated
+        given_biases = read_biases(resume_from, base)
+        set_biases(base, given_biases)
         if balancing is not None:
             balancing.load(state["balancing"])
         accelerator.print(f"continuing from {resume_from}")
@@ -247,6 +270,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     elif is_main:
         checkpoint.start_output(output, settings)
     accelerator.wait_for_everyone()
+    if not (output / "run.yaml").is_file():
+        raise ValueError(f"--output_dir {output}: process {rank} does not see it; machines must share its file system")
     loads = monitor.Loads(output, is_main, first_step=step)
     metrics = monitor.Metrics(output, is_main, first_step=step)
     if args.log_with:
@@ -262,7 +287,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             accelerator.print(f"{when}: {accuracy:.1%} of {n} held-out answers are exact, loss {loss:.4f}")
 
     def biases() -> dict[str, torch.Tensor]:
-        return balancing.biases() if balancing else {}
+        return (balancing.biases() if balancing else {}) or given_biases
 
     saved = step
 

@@ -16,6 +16,7 @@ first to compute it. Where that is not finite the checkpoint is bad, and the las
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -33,9 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from modeling_latentmoe.training.agreement import check_copies
 from modeling_latentmoe.training.expert_adapters import gather_adapter
-from modeling_latentmoe.training.files import TEMPORARY, write_text
+from modeling_latentmoe.training.files import LOAD_FOLDER, TEMPORARY, write_text
 from modeling_latentmoe.training.lora import BASE_FILE
-from modeling_latentmoe.training.monitor import LOAD_FOLDER
 from modeling_latentmoe.training.router_bias import BIAS_FILE, write_biases
 from modeling_latentmoe.training.trained_state import load_trained_state, save_trained_state
 
@@ -99,7 +99,8 @@ def remove_run(folder: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted(path for path in folder.glob("checkpoint-*") if path.suffix != TEMPORARY)
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d{6,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def latest_checkpoint(folder: Path) -> Path:
@@ -185,7 +186,7 @@ def save_checkpoint(
     position: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write checkpoint-<step> and remove all but the newest `keep`; every process calls it.
+    """Write checkpoint-<step>, which does not exist, and remove all but the newest `keep`; every process calls it.
 
     `state` is what the loop has to know to go on, the same on every process, with "step"; `position` is where this
     process is in the data.
@@ -201,10 +202,12 @@ def save_checkpoint(
     save_whole_adapter(model, mesh, partial, identity, biases)
     if accelerator.is_main_process:
         torch.save({"state": state, "processes": processes}, partial / "state.pt")
-        shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            # half a checkpoint must not look like a whole one
+            leaving = old.with_name(old.name + TEMPORARY)
+            os.replace(old, leaving)
+            shutil.rmtree(leaving)
     accelerator.wait_for_everyone()
     return final
 
@@ -221,15 +224,16 @@ def load_checkpoint(
     whole = f"delete {checkpoint} to continue from an earlier checkpoint"
     try:
         saved = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        state, processes = saved["state"], saved["processes"]
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, TypeError) as error:
         raise ValueError(f"--resume: {checkpoint / 'state.pt'} is damaged, cut short or missing; {whole}") from error
     try:
         load_trained_state(checkpoint / TRAINED, model, optimizer, mesh)
     except ValueError as error:
         raise ValueError(f"--resume: {error}; {whole}") from error
-    if len(saved["processes"]) == mesh.size():
-        torch.set_rng_state(saved["processes"][mesh.get_rank()]["random"])
-    return saved["state"], [process["position"] for process in saved["processes"]]
+    if len(processes) == mesh.size():
+        torch.set_rng_state(processes[mesh.get_rank()]["random"])
+    return state, [process["position"] for process in processes]
 
 
 class Interrupt:

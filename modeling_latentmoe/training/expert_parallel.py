@@ -35,8 +35,9 @@ def expert_parallel(
     """Let the tokens of all MoE layers of `model` travel over the "ep" axis of `mesh`, whose ranks hold the experts.
 
     capacity_factor: a rank sends an expert at most this many times the tokens it would get if all got equally many;
-    the rest is dropped, see `count_drops`. partial_dtype: of the sums that travel back, by default as they are summed,
-    fp32 or wider. Raises ValueError unless `model` was loaded with this rank's share of the experts.
+    where gradients are recorded the rest is dropped, see `count_drops`. partial_dtype: of the sums that travel back, by
+    default as they are summed, fp32 or wider. Raises ValueError unless `model` was loaded with this rank's share of the
+    experts.
     """
     group, ranks, rank = mesh.get_group("ep"), mesh["ep"].size(), mesh.get_local_rank("ep")
     if capacity_factor is not None and not capacity_factor > 0:
@@ -209,7 +210,8 @@ class AllToAll:
 
         Of a row's slots only those for experts of this rank remain, and padding where it has fewer than others.
         """
-        if self.capacity_factor is not None:
+        # not in evaluation: there all tokens count, and a token's answer must not depend on its neighbours
+        if self.capacity_factor is not None and torch.is_grad_enabled():
             ids_TS = drop_excess(ids_TS, self.experts, self.capacity_factor)
         plan, slots = self._plan(ids_TS)
         anchor = x_TL.new_empty(0, requires_grad=torch.is_grad_enabled())

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TEMPORARY = ".partial"
+# of a run: rows that every expert got in every step
+LOAD_FOLDER = "expert_load"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -55,7 +55,7 @@ def launch_environment(config_file: str, switches: list[str]) -> tuple[int, int,
         environment = prepare_multi_gpu_env(args)
         if args.use_parallelism_config:
             environment = prepare_extend_env_parallelism_config(args, environment)
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, yaml.YAMLError) as error:
         raise ValueError(f"--config_file {config_file}: {error}") from error
     return args.num_machines, args.num_processes, environment
 
@@ -116,6 +116,11 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin | None, parallelism: Par
             plugin.activation_checkpointing,
             "fsdp_activation_checkpointing: tokens could choose other experts when they are computed again, set it to "
             "false and give the script --gradient_checkpointing",
+        ),
+        (
+            not plugin.reshard_after_forward,
+            "fsdp_reshard_after_forward: after an evaluation the weights would not be sharded when they are saved, set "
+            "it to true",
         ),
         (
             isinstance(plugin.cpu_offload, CPUOffloadPolicy),

@@ -52,8 +52,11 @@ class Share(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Without activations, and without the layers that FSDP gathers for a moment."""
-        return self.expert_bytes + self.dense_bytes + 2 * self.gradient_bytes + self.moment_bytes
+        """Without activations, and without the layers that FSDP gathers for a moment.
+
+        Adapters count twice: their last good values are kept.
+        """
+        return self.expert_bytes + self.dense_bytes + 3 * self.gradient_bytes + self.moment_bytes
 
 
 class Adapter(NamedTuple):

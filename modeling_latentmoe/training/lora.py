@@ -278,25 +278,33 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
     return peft_model
 
 
-def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> None:
+def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> dict[str, Tensor]:
     """Give the factors of `model`, which `add_adapter` made, the values of folder or Hub id `adapter`, strictly.
 
     `model` may hold a share of the experts; `identity` is that of its base (`base_identity`). Router biases as in
-    `load_adapter`. Raises ValueError too where ranks or scales are others.
+    `load_adapter`; they are returned. Raises ValueError too where ranks or scales are others.
     """
     folder = adapter_folder(adapter)
     stored = check_files(folder)
     check_base(folder, adapter, identity)
     ours, theirs = model.peft_config["default"], PeftConfig.from_pretrained(str(folder))
-    for field in ("r", "lora_alpha", "rank_pattern", "alpha_pattern"):
+    scales = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+    for field in (*scales, "use_dora", "fan_in_fan_out", "bias"):
         mine, other = getattr(ours, field), getattr(theirs, field, None)
         if mine != other:
             raise ValueError(f"--adapter {adapter} has {field} {other}, this run asks for {mine}")
     check_used(adapter, stored, model)
     biases = read_biases(folder, model.get_base_model())
-    factors = slice_adapter(model, load_file(folder / "adapter_model.safetensors"))
-    set_peft_model_state_dict(model, factors)
+    factors = load_file(folder / "adapter_model.safetensors")
+    bad = [name for name, factor in factors.items() if not factor.isfinite().all()]
+    if bad:
+        raise ValueError(f"--adapter {adapter}: {bad[0]} holds NaN or infinite numbers")
+    try:
+        set_peft_model_state_dict(model, slice_adapter(model, factors))
+    except RuntimeError as error:
+        raise ValueError(f"--adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
     set_biases(model.get_base_model(), biases)
+    return biases
 
 
 def adapter_folder(adapter: str) -> Path:
@@ -305,7 +313,10 @@ def adapter_folder(adapter: str) -> Path:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE]))
+        try:
+            folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE]))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"adapter {adapter}: there is no such folder, and no such Hub id ({error})") from error
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"adapter {adapter}: {file} is missing")

@@ -4,7 +4,10 @@ The ranks of one row, neighbours in rank and so on one node where that is large 
 and hold all experts together. The ranks of a column hold the same experts. Every rank has its own data.
 """
 
+from datetime import timedelta
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import PreTrainedConfig
 
 from modeling_latentmoe.conversion import EXPERTS
@@ -20,13 +23,23 @@ def check_layout(config: PreTrainedConfig, world_size: int, ep_degree: int) -> N
         raise ValueError(f"--ep {ep_degree} must be at least 1")
     if world_size % ep_degree:
         raise ValueError(f"--ep {ep_degree} does not divide the {world_size} processes that were launched")
-    if ep_degree > 1 and (not experts or experts % ep_degree):
+    if ep_degree > 1 and not experts:
+        raise ValueError(f"--ep {ep_degree}: the model has no routed experts")
+    if ep_degree > 1 and experts % ep_degree:
         raise ValueError(f"--ep {ep_degree} does not divide the {experts} experts of the model")
 
 
-def build_mesh(world_size: int, ep_degree: int, device_type: str) -> DeviceMesh:
-    """The mesh ("efsdp", "ep") over all ranks, which `check_layout` accepted. A collective: every rank calls it."""
-    return init_device_mesh(device_type, (world_size // ep_degree, ep_degree), mesh_dim_names=("efsdp", "ep"))
+def build_mesh(world_size: int, ep_degree: int, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
+    """The mesh ("efsdp", "ep") over all ranks, which `check_layout` accepted. A collective: every rank calls it.
+
+    timeout: after which a rank that does not answer in one of its groups is an error; by default torch's.
+    """
+    mesh = init_device_mesh(device_type, (world_size // ep_degree, ep_degree), mesh_dim_names=("efsdp", "ep"))
+    if timeout is not None:
+        # torch makes these groups with its default, whatever the group of all ranks has
+        for axis in mesh.mesh_dim_names:
+            _set_pg_timeout(timeout, mesh.get_group(axis))
+    return mesh
 
 
 def owned_experts(ep_rank: int, ep_degree: int, experts: int) -> range:

@@ -16,10 +16,9 @@ from tqdm import tqdm
 
 from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.commands import report_error
-from modeling_latentmoe.training.files import TEMPORARY, write_text
+from modeling_latentmoe.training.files import LOAD_FOLDER, TEMPORARY, write_text
 
 T = TypeVar("T")
-LOAD_FOLDER = "expert_load"
 BAR = "{percentage:3.0f}%|{bar:24}| {desc} [{elapsed}<{remaining}]"
 
 

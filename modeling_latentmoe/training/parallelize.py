@@ -62,6 +62,9 @@ def check_fsdp(accelerator: Accelerator) -> None:
                 f"the launch configuration asks for FSDP, but Accelerate gives {given} on {device}: FSDP needs "
                 "accelerators, set distributed_type to MULTI_CPU to train without"
             )
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise ValueError(f"distributed_type {kind} of the launch configuration is not supported, set it to FSDP")
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     check_plugin(plugin, accelerator.parallelism_config)
 

@@ -15,7 +15,9 @@ from modeling_latentmoe.training.files import write_text
 
 def record(file: Path, command: str, device: str, rows: list[dict[str, Any]]) -> None:
     """Put the rows into the results `file`, in place of those that the same command left there earlier."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    file.parent.mkdir(exist_ok=True)
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=file.parent, capture_output=True, text=True)
     entry = {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores",
         "versions": {
@@ -31,7 +33,6 @@ def record(file: Path, command: str, device: str, rows: list[dict[str, Any]]) ->
     places = [old["command"] for old in records]
     place = places.index(command) if command in places else len(records)
     records[place : place + 1] = [entry]
-    file.parent.mkdir(exist_ok=True)
     write_text(file, json.dumps(records, indent=1) + "\n")
 
 

@@ -188,7 +188,8 @@ class Rows:
         self.streamed = isinstance(dataset, IterableDataset)
         if not self.streamed and len(dataset) == 0:
             raise ValueError(f"dataset {source} is empty")
-        if not self.streamed and len(dataset) < world:
+        # held-out rows, in their own order, may be fewer
+        if not self.streamed and seed is not None and len(dataset) < world:
             raise ValueError(f"dataset {source} has {len(dataset)} rows, fewer than the {world} processes")
         self.total = None if self.streamed else len(dataset)
         columns = dataset.column_names

@@ -34,12 +34,12 @@ def save_trained_state(folder: Path, model: nn.Module, optimizer: torch.optim.Op
 
 
 def load_trained_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
-    """Put a trained state back, in place; every process calls it. ValueError where a file is not whole."""
+    """Put a trained state back, in place; every process calls it. ValueError where a tensor or a part is missing."""
     try:
         dcp.load(trained_state(model, optimizer, mesh), checkpoint_id=folder)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise ValueError(f"{folder} is damaged, cut short or of another adapter ({cause})") from error
+        raise ValueError(f"{folder} is damaged, cut short or of another adapter ({cause!r})") from error
 
 
 @torch.no_grad()
@@ -52,6 +52,7 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Devi
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
+        assert param in optimizer.state, f"{name} has no moments"
         for kind, value in {"value": param.detach(), **optimizer.state[param]}.items():
             whole = _of_all_experts(name, value, mesh, share) if is_expert(name) and value.ndim else value
             state[f"{name}.{kind}"] = whole

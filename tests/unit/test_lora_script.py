@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -169,16 +170,21 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_the_printed_commands() -> None:
+def test_the_printed_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--overwrite", "true", "--lr", "1", "--resume", "--output_dir", "a b", "--overwrite=true"]
     rest = "scripts/lora.py --lr 1 --output_dir 'a b' --resume"
-    for launch, options in (
-        ((1, False, 1), ""),
-        ((4, False, 2), "--num_processes 4 "),
-        ((2, True, 1), "--config_file accelerate_configs/fsdp2.yaml --num_processes 2 "),
-        ((8, True, 8), "--config_file accelerate_configs/fsdp2_ep.yaml --num_processes 8 "),
+    several = "accelerate launch --config_file accelerate_configs/multi_node.yaml --num_machines 2"
+    for processes, here, fsdp, device, ep, launch in (
+        (1, 1, False, "cpu", 1, "accelerate launch"),
+        (4, 4, False, "cuda", 2, "accelerate launch --num_processes 4"),
+        (2, 2, False, "cpu", 2, "torchrun --nproc_per_node 2 --"),
+        (2, 2, True, "cuda", 1, "accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2"),
+        (8, 8, True, "cuda", 8, "accelerate launch --config_file accelerate_configs/fsdp2_ep.yaml --num_processes 8"),
+        (16, 8, True, "cuda", 8, f"{several} --machine_rank R --main_process_ip HOST --num_processes 16"),
     ):
-        assert script.resume_command(script.launch_command(argv, *launch)) == f"accelerate launch {options}{rest}"
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        accelerator = SimpleNamespace(num_processes=processes, is_fsdp2=fsdp, device=torch.device(device))
+        assert script.resume_command(script.launch_command(argv, accelerator, ep)) == f"{launch} {rest}"
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

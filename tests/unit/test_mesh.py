@@ -14,7 +14,7 @@ from modeling_latentmoe.training.mesh import build_mesh, check_layout, is_expert
         (8, 3, 16, "--ep 3 does not divide the 8 processes"),
         (6, 3, 16, "--ep 3 does not divide the 16 experts"),
         (8, 16, 16, "--ep 16 does not divide the 8 processes"),
-        (2, 2, 0, "--ep 2 does not divide the 0 experts"),
+        (2, 2, 0, "--ep 2: the model has no routed experts"),
         (2, 0, 16, "--ep 0 must be at least 1"),
     ],
 )
