@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -308,6 +309,22 @@ def test_capacity_drops_the_latest_and_counts_them(alone: dist.ProcessGroup) -> 
     y.sum().backward()
     assert torch.allclose(weights.grad, (kept >= 0) * x.detach().sum(1, keepdim=True))
     assert (x.grad[7] == 0).all()
+
+
+def test_nothing_is_dropped_in_evaluation(alone: dist.ProcessGroup) -> None:
+    """A token's output must not depend on the others of its batch, and nobody would count the drops."""
+    ids, x, weights = torch.zeros(8, 1, dtype=torch.int64), torch.randn(8, 5), torch.rand(8, 1)
+    exchange = AllToAll(alone, 4, capacity_factor=0.5)
+    assert len(exchange.dispatch(x, ids, weights).x_RL) == 1
+    with torch.no_grad():
+        assert len(exchange.dispatch(x, ids, weights).x_RL) == 8
+
+
+def test_the_timeout_reaches_the_groups_of_the_mesh(alone: dist.ProcessGroup) -> None:
+    mesh = build_mesh(1, 1, "cpu", timedelta(seconds=7))
+    for axis in ("efsdp", "ep"):
+        options = mesh.get_group(axis)._get_backend(torch.device("cpu")).options
+        assert options._timeout == timedelta(seconds=7)
 
 
 def test_no_tokens_and_no_gradient(alone: dist.ProcessGroup) -> None:

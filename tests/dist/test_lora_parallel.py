@@ -15,6 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from training_runs import FSDP2, Ended, train
 
+from modeling_latentmoe.training.router_bias import BIAS_FILE
+
 pytestmark = pytest.mark.dist
 
 
@@ -250,3 +252,38 @@ def test_four_shares_become_two_and_one(tiny: Path, rows: Path, single: Path, tm
         shutil.copytree(tmp_path / "run", other, ignore=shutil.ignore_patterns("checkpoint-000004", "adapter*"))
         succeeded(train(tmp_path / "said", world, argv(tiny, rows, other, world, accumulation, "--resume")))
         same_run(other, single)
+
+
+def elsewhere(rank: int) -> None:
+    """Each process has a working directory of its own, as on machines without a shared file system."""
+    folder = Path(os.environ["ELSEWHERE"]) / str(rank)
+    folder.mkdir(parents=True)
+    os.chdir(folder)
+
+
+def test_a_folder_that_not_all_see_is_refused(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """A checkpoint would be spread over machines, and none of them could continue from it."""
+    environment = {"ELSEWHERE": str(tmp_path / "machines")}
+    settings = argv(tiny, rows, Path("out"), 2, 2)
+    ended = train(tmp_path / "said", 2, settings, environment=environment, before=elsewhere)
+    assert [process.code for process in ended] == [2, 2]
+    assert "error: --output_dir out: process 1 does not see it" in ended[1].err
+    assert not list(tmp_path.glob("machines/*/out/checkpoint-*"))
+
+
+def test_router_biases_stay_with_the_adapter(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """Learned by Quantile Balancing on two processes, kept by a run that starts from that adapter and does not balance,
+    and by its continuation, for which the first adapter is no longer needed."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    succeeded(train(tmp_path / "said", 2, argv(tiny, rows, first, 2, 2, "--balance", "quantile")))
+    learned = load_file(first / BIAS_FILE)
+    assert len(learned) > 1 and all(bias.any() for bias in learned.values())
+    settings = argv(tiny, rows, second, 1, 4, "--adapter", str(first))
+    succeeded(train(tmp_path / "said", 1, settings))
+    shutil.rmtree(first)
+    shutil.rmtree(second / "checkpoint-000004")
+    (second / BIAS_FILE).unlink()
+    assert "continuing from" in succeeded(train(tmp_path / "said", 1, [*settings, "--resume"]))
+    for folder in (second, second / "checkpoint-000002", second / "checkpoint-000004"):
+        kept = load_file(folder / BIAS_FILE)
+        assert kept.keys() == learned.keys() and all(torch.equal(kept[name], learned[name]) for name in kept)
