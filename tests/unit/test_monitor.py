@@ -174,6 +174,8 @@ def test_resume_needs_a_checkpoint_and_the_same_settings(tmp_path: Path) -> None
 
 
 def test_first_interrupt_is_a_wish_the_second_an_order() -> None:
+    # a shell that starts tests in the background makes them ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), checkpoint.Interrupt() as interrupt:
         assert not interrupt.asked
         os.kill(os.getpid(), signal.SIGINT)
