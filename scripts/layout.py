@@ -32,7 +32,7 @@ from modeling_latentmoe.training.loading import DTYPES, SHIPPED_MODEL
 from modeling_latentmoe.training.mesh import check_layout, rank_map, span
 
 CONFIG = Path(__file__).resolve().parent.parent / "accelerate_configs" / "fsdp2_ep.yaml"
-COLUMNS = ("ranks", "experts", "their adapters", "dense", "its adapters", "gradients", "moments", "total")
+COLUMNS = ("ranks", "experts", "their adapters", "dense", "its adapters", "gradients", "moments", "last good", "total")
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -56,6 +56,9 @@ def layout(argv: Sequence[str]) -> None:
     switches = [word for name, count in counts.items() if count is not None for word in (name, str(count))]
     launch = read_launch(args.config_file, switches)
     world, copies = launch.processes, launch.copies
+    kind = LatentMoEConfig.get_config_dict(args.model)[0].get("model_type")
+    if kind not in ("kimi_k3", LatentMoEConfig.model_type):
+        raise ValueError(f"--model {args.model}: model_type {kind} in its config.json is not of this family")
     config = LatentMoEConfig.from_pretrained(args.model)
     check_layout(config, world, args.ep)
     model_arguments = config, DTYPES[args.dtype], Adapter(args.r, args.expert_rank)
@@ -103,6 +106,8 @@ def sizes_of(share: Share) -> tuple[int, ...]:
         share.dense_adapter_bytes,
         share.gradient_bytes,
         share.moment_bytes,
+        # the adapters before the last step, which are saved if the next loss is not finite
+        share.gradient_bytes,
         share.total_bytes,
     )
 

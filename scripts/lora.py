@@ -189,6 +189,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         balancing = AuxiliaryLoss(base_config.get_text_config(), args.auxiliary_coefficient)
     elif args.balance == "quantile":
         check_router(base_config.get_text_config())
+    if args.adapter and resume_from is None:
+        # before the weights, which take long to read
+        lora.check_files(lora.adapter_folder(args.adapter))
     mesh = build_mesh(world, args.ep, accelerator.device.type, timedelta(seconds=args.timeout))
     command = launch_command(argv, accelerator, args.ep)
     if world > 1:
