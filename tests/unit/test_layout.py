@@ -156,3 +156,9 @@ def test_the_released_model_on_128_ranks(capsys: pytest.CaptureFixture[str]) -> 
     (first,) = (line.split() for line in printed.splitlines() if line.strip().startswith("0  "))
     assert first == ["0", "22.60", "0.34", "0.90", "0.03", "0.37", "0.74", "24.97"]
     assert "ranks 0, 64, 127: built, and they hold what was computed" in printed
+
+
+def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}')
+    assert script.main(["--model", str(tmp_path), "--ep", "4"]) == 2
+    assert f"--model {tmp_path}: model_type bert" in capsys.readouterr().err

@@ -278,6 +278,25 @@ def test_held_out_chats_without_a_question(small: Path, tmp_path: Path) -> None:
     assert '--question "What is this?"' in (tmp_path / "run" / "README.md").read_text()
 
 
+def test_a_step_is_saved_once(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the last one: writing a checkpoint again would leave none for a moment. Others are removed by renaming them
+    first, and what is not named like a checkpoint is none."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "completion": "2"}\n' * 4)
+    saved, save = [], script.checkpoint.save_checkpoint
+
+    def counting(*args):
+        saved.append(save(*args).name)
+        (tmp_path / "run" / "checkpoint-best").mkdir(exist_ok=True)
+
+    monkeypatch.setattr(script.checkpoint, "save_checkpoint", counting)
+    more = ["--dataset", str(tmp_path / "rows.jsonl"), "--max_steps", "3", "--save_every", "1", "--keep", "1"]
+    assert script.main(argv(small, tmp_path / "run", *more)) == 0
+    assert saved == ["checkpoint-000001", "checkpoint-000002", "checkpoint-000003"]
+    left = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert left == {"checkpoint-000003", "checkpoint-best"}
+    assert script.checkpoint.latest_checkpoint(tmp_path / "run").name == "checkpoint-000003"
+
+
 def test_dense_text_model(tmp_path: Path) -> None:
     """Without experts and without vision the same script runs."""
     model = save_small_model(tmp_path / "dense", seed=0, vision=False, experts=0)
