@@ -308,6 +308,17 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         )
         saved = step
 
+    def keep_last_good() -> str:
+        if last_good is not None:
+            values, good_biases = last_good
+            lora.restore(trained, values)
+            checkpoint.save_whole_adapter(model, mesh, output, identity, good_biases)
+            return f"the adapter of step {step - 1} is in {output}"
+        if resume_from is not None:
+            # the checkpoint's own weights gave this loss
+            return f"{resume_from} is bad, {checkpoint.last_good_adapter(output, resume_from)}"
+        return "there was no good step"
+
     if step == 0:
         measure("before training")
     wrapped.train()
@@ -340,18 +351,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             reduce_expert_gradients(model, mesh)
             norms = clip_grad_norm(model, mesh, args.max_grad_norm)
             if not math.isfinite(loss + norms.total):
-                if last_good is not None:
-                    values, good_biases = last_good
-                    lora.restore(trained, values)
-                    checkpoint.save_whole_adapter(model, mesh, output, identity, good_biases)
-                    kept = f"the adapter of step {step - 1} is in {output}"
-                elif resume_from is not None:
-                    # the checkpoint's own weights gave this loss
-                    kept = f"{resume_from} is bad, {checkpoint.last_good_adapter(output, resume_from)}"
-                else:
-                    kept = "there was no good step"
                 what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}"
-                raise FloatingPointError(f"{what}; {kept}. Lower --lr")
+                raise FloatingPointError(f"{what}; {keep_last_good()}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
             last_good = lora.snapshot(trained), biases()
             optimizer.step()
