@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from modeling_latentmoe.chat_latentmoe import parse_message
 from modeling_latentmoe.training.data import Chat, Sample, encode_chat, encode_prompt, pad, with_images
@@ -50,6 +51,10 @@ def evaluate(
         if group:
             counts = [loss.item(), count_loss_tokens(labels_BT), right, len(group)]
             sums += torch.tensor(counts, dtype=torch.float64)
+    for module in model.modules():
+        # FSDP keeps what it gathered, always at the root, for a backward pass that does not come
+        if isinstance(module, FSDPModule):
+            module.reshard()
     model.train(was_training)
     loss, tokens, right, answers = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     if not answers:

@@ -118,11 +118,6 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin | None, parallelism: Par
             "false and give the script --gradient_checkpointing",
         ),
         (
-            not plugin.reshard_after_forward,
-            "fsdp_reshard_after_forward: after an evaluation the weights would not be sharded when they are saved, set "
-            "it to true",
-        ),
-        (
             isinstance(plugin.cpu_offload, CPUOffloadPolicy),
             "fsdp_offload_params: the norm of gradients on the CPU cannot be summed over devices, set it to false",
         ),

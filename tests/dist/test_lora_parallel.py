@@ -6,6 +6,7 @@ fp64, so that two layouts agree to roundings that AdamW does not make visible.
 import json
 import os
 import shutil
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from training_runs import FSDP2, Ended, train
 
 from modeling_latentmoe.training.router_bias import BIAS_FILE
@@ -252,6 +254,30 @@ def test_four_shares_become_two_and_one(tiny: Path, rows: Path, single: Path, tm
         shutil.copytree(tmp_path / "run", other, ignore=shutil.ignore_patterns("checkpoint-000004", "adapter*"))
         succeeded(train(tmp_path / "said", world, argv(tiny, rows, other, world, accumulation, "--resume")))
         same_run(other, single)
+
+
+def test_evaluation_ends_together(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """Three held-out rows in batches of one: the second process has one batch less, and no picture in it, but the first
+    one needs its experts and shards for loss and answers. What is counted is what one process counts; and the weights
+    are sharded again when they are saved, also where FSDP keeps gathered ones."""
+    held_out = ["--eval_dataset", str(rows), "--eval_samples", "3", "--batch_size", "1", "--max_new_tokens", "4"]
+    found = []
+    for world, accumulation, reshard in ((1, 4, ""), (2, 2, "true"), (2, 2, "false")):
+        output, environment = tmp_path / f"{world}{reshard}", {"FSDP_RESHARD_AFTER_FORWARD": reshard} if reshard else {}
+        settings = argv(tiny, rows, output, world, accumulation, *held_out, "--max_steps", "1")
+        succeeded(train(tmp_path / "said", world, settings, fsdp=world > 1, environment=environment))
+        found.append([record for record in steps(output) if "eval_loss" in record])
+        kinds = Counter(
+            name.rpartition(".")[2]
+            for name in FileSystemReader(output / "checkpoint-000001" / "trained").read_metadata().state_dict_metadata
+        )
+        assert set(kinds) == {"value", "step", "exp_avg", "exp_avg_sq"} and len(set(kinds.values())) == 1
+    one, *others = found
+    for several in others:
+        assert [record["eval_samples"] for record in one + several] == [3] * 4
+        for mine, theirs in zip(several, one, strict=True):
+            assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-9)
+            assert mine["eval_accuracy"] == theirs["eval_accuracy"]
 
 
 def elsewhere(rank: int) -> None:

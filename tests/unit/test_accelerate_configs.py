@@ -144,7 +144,6 @@ def test_several_machines_are_one_world(tmp_path: Path, monkeypatch: pytest.Monk
     ("section", "change", "message"),
     [
         ("fsdp_config", {"fsdp_version": 1}, "fsdp_version 1: it lays"),
-        ("fsdp_config", {"fsdp_reshard_after_forward": False}, "fsdp_reshard_after_forward: after an evaluation"),
         ("fsdp_config", {"fsdp_cpu_ram_efficient_loading": True}, "fsdp_cpu_ram_efficient_loading: only the first"),
         # left out, it is true
         ("fsdp_config", {"fsdp_cpu_ram_efficient_loading": None}, "fsdp_cpu_ram_efficient_loading: only the first"),
