@@ -1,0 +1,125 @@
+"""How the kernels' benchmarks measure: times, memory, floors, errors and the record file.
+
+A benchmark verifies every candidate against float64 first, then times all that passed in one process, interleaved,
+and writes `results/h200.json` at the top of the checkout: one entry per command, whose rows name `op` and `shape`,
+our time and samples, the peers' times, the floor, peak memory, and our error over that of same-dtype torch.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+# Ceilings of one H200, measured on random data: a device-to-device copy and a large bf16 matrix product.
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "h200.json"
+
+
+def floor_ms(flops: float, moved_bytes: float) -> float:
+    """The least time for this much arithmetic and device-memory traffic, ms."""
+    return max(flops / FLOPS_PER_SECOND, moved_bytes / BYTES_PER_SECOND) * 1e3
+
+
+def samples_ms(functions: dict[str, Callable[[], Any]], repeats: int = 12, warmup: int = 3) -> dict[str, list[float]]:
+    """Device times of each function, ms, taken in turn so that drift of the clocks meets all of them alike."""
+    for function in functions.values():
+        for _ in range(warmup):
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return times
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], None]:
+    """Replay of a CUDA graph of the function, warmed up: what small launches cost without their gaps."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def peak_gib(function: Callable[[], Any]) -> float:
+    """Memory the function takes at its peak above what was held before, GiB; outputs count."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del kept
+    return peak / 2**30
+
+
+def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
+    """||x - truth|| / ||truth|| in float64; NaN anywhere gives infinity."""
+    error = ((x.double() - truth.double()).norm() / truth.double().norm().clamp_min(1e-300)).item()
+    return math.inf if math.isnan(error) else error
+
+
+def row(
+    op: str, shape: str, times: dict[str, list[float]], floor: float, peak: float | None, err_vs_torch: float | None
+) -> dict[str, Any]:
+    """One row of the record, printed as well; the entry "ours" of `times` is this repository's kernel."""
+    median = {name: statistics.median(samples) for name, samples in times.items()}
+    ours = median.pop("ours")
+    fastest = min(median, key=median.__getitem__, default=None)
+    line = f"{op:28s} {shape:26s} ours {ours:8.3f} ms = {ours / floor:5.2f} x floor {floor:.3f}"
+    if fastest is not None:
+        line += f" | fastest other {fastest} {median[fastest]:.3f} = {median[fastest] / ours:.2f} x ours"
+    if peak is not None:
+        line += f" | {peak:.2f} GiB"
+    if err_vs_torch is not None:
+        line += f" | error {err_vs_torch:.2f} x torch"
+    print(line, flush=True)
+    return {
+        "op": op,
+        "shape": shape,
+        "ours_ms": ours,
+        "ours_samples": times["ours"],
+        "peers_ms": median,
+        "floor_ms": floor,
+        "peak_gib": peak,
+        "err_vs_torch": err_vs_torch,
+    }
+
+
+def record(command: str, rows: list[dict[str, Any]], file: Path = RESULTS) -> None:
+    """Write the rows into the record file, in place of those that the same command left there earlier."""
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    entry = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
+        "command": command,
+        "commit": commit,
+        "rows": rows,
+    }
+    entries = json.loads(file.read_text()) if file.is_file() else []
+    commands = [old["command"] for old in entries]
+    place = commands.index(command) if command in commands else len(entries)
+    entries[place : place + 1] = [entry]
+    file.parent.mkdir(exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(entries, indent=1) + "\n")
+    os.replace(partial, file)
