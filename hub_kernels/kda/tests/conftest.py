@@ -1,0 +1,57 @@
+"""Makes the package importable, and chooses Triton's interpreter where there is no GPU."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Triton decides at its import whether kernels are interpreted.
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch-ext"))
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def loop_bounds(monkeypatch):
+    """Loop bounds of interpreted kernels are arrays of one element, which numpy 2.4 no longer takes for integers."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
+    """||x - truth|| / ||truth|| in float64, or ||x|| where the truth is zero; NaN stays NaN."""
+    scale = truth.double().norm()
+    return ((x.double() - truth.double()).norm() / (scale if scale > 0 else 1)).item()
+
+
+@pytest.fixture
+def as_accurate():
+    """check(name, ours, plain, truth): ours errs, against float64, at most twice as much as plain torch.
+
+    Plain torch in fp32 is sometimes exact by chance; a few units in fp32's last place are allowed in any case.
+    """
+
+    def check(name: str, ours: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor) -> None:
+        assert ours.shape == plain.shape and ours.dtype == plain.dtype, name
+        error, allowed = relative_error(ours, truth), 2 * relative_error(plain, truth)
+        # A NaN compares as false and so fails.
+        assert error <= allowed + 8 * torch.finfo(torch.float32).eps, (
+            f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+        )
+
+    return check

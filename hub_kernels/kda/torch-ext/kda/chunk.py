@@ -1,0 +1,307 @@
+"""Chunked KDA for training and prefill: the operation, its shapes, and its backward, which recomputes from the inputs.
+
+Legend: B batch, T tokens, M = B * T tokens of all documents in order, X documents, N chunks, H heads, K key width,
+        V value width.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._ops import op
+from .documents import chunk_tables
+from .gradients import key_gradients_kernel, value_gradients_kernel
+from .prepare import scores_kernel, solve_kernel
+from .recurrence import backward_kernel, forward_kernel
+from .scores import BT
+
+WIDTHS = (16, 32, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Launch settings, chosen on an H200; channels of a step of `scores_kernel`.
+SCORES, SCORE_CHANNELS = {"num_warps": 8, "num_stages": 1}, 64
+SOLVE = {"num_warps": 4}
+FORWARD, FORWARD_VALUES = {"num_warps": 8, "num_stages": 2}, 128
+BACKWARD, BACKWARD_VALUES = {"num_warps": 8, "num_stages": 2}, 128
+VALUES = {"num_warps": 8}
+KEYS, KEY_CHANNELS = {"num_warps": 8, "num_stages": 1}, 32
+# With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
+NARROWEST_BOUND = -5.0
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    f: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    lower_bound: float | None,
+    cu_seqlens: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The KDA recurrence over whole documents: (o [B, T, H, V], final states [X, H, K, V] fp32 or None).
+
+    q, k, f: [B, T, H, K], v: [B, T, H, V], all of one dtype, bfloat16, float16 or float32; q and k are normalised
+    here, f is the raw decay input. beta: [B, T, H], logits. A_log: [H]; dt_bias: [H, K]. K and V are 16, 32, 64 or
+    128. lower_bound: the gate's bound, negative, or None for the gate without a bound. cu_seqlens: int [X + 1],
+    borders of packed documents (B must be 1) from 0 to T, empty documents allowed; without it every row of the batch
+    is a document. initial_state: [X, H, K, V] float32. Everything but lower_bound and cu_seqlens has a gradient;
+    nothing but the inputs is kept for it. ValueError names the argument that does not fit.
+
+    Products are taken in float16 of scaled rows and in tf32, which is finer than the rounding of bfloat16 outputs;
+    with float32 inputs they are taken in float32. See `reference.py` for the definition.
+    """
+    _check(q, k, v, f, beta, A_log, dt_bias, lower_bound, cu_seqlens, initial_state)
+    o, final = _forward(
+        q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial_state, lower_bound, output_final_state
+    )  # fmt: skip
+    return o, final if output_final_state else None
+
+
+def _check(q, k, v, f, beta, A_log, dt_bias, lower_bound, cu_seqlens, initial_state) -> None:
+    if q.ndim != 4 or q.dtype not in DTYPES or q.shape[-1] not in WIDTHS:
+        raise ValueError(f"q must be [B, T, H, K], bfloat16, float16 or float32, K one of {WIDTHS}: {_form(q)}")
+    B, T, H, K = q.shape
+    if v.ndim != 4 or v.shape[:3] != q.shape[:3] or v.shape[-1] not in WIDTHS:
+        raise ValueError(f"v must be [{B}, {T}, {H}, V], V one of {WIDTHS}: {_form(v)}")
+    X = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shapes = {
+        "k": (k, (B, T, H, K)),
+        "f": (f, (B, T, H, K)),
+        "beta": (beta, (B, T, H)),
+        "A_log": (A_log, (H,)),
+        "dt_bias": (dt_bias, (H, K)),
+        "initial_state": (initial_state, (X, H, K, v.shape[-1])),
+    }
+    for name, (x, shape) in shapes.items():
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}: {_form(x)}")
+    for name, x in {"k": k, "v": v, "f": f}.items():
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}: {_form(x)}")
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        raise ValueError(f"initial_state must be float32: {_form(initial_state)}")
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound must be negative, or None for the gate without a bound: {lower_bound}")
+    if cu_seqlens is not None and (
+        B != 1 or cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(f"cu_seqlens must be int32 or int64 [X + 1], with B = 1: {_form(cu_seqlens)}, B = {B}")
+    if T * B >= 2**31:
+        raise ValueError(f"q has {T * B} tokens, at most 2**31 - 1 are supported")
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"got {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+class _Chunks(NamedTuple):
+    """What the first pass leaves for the others."""
+
+    q_in: torch.Tensor
+    k_in: torch.Tensor
+    k_out: torch.Tensor
+    attend: torch.Tensor
+    keys: torch.Tensor
+    decay: torch.Tensor
+    w: torch.Tensor
+    u: torch.Tensor
+    u_scale: torch.Tensor
+    inverse: torch.Tensor | None
+
+
+class _Call:
+    """Sizes and launch settings shared by the passes of one call."""
+
+    def __init__(self, q, v, cu_seqlens, lower_bound):
+        self.B, self.T, self.H, self.K = q.shape
+        self.V = v.shape[-1]
+        self.M = self.B * self.T
+        self.documents, self.chunks = chunk_tables(self.B, self.T, cu_seqlens, q.device)
+        self.X, self.N = self.documents.shape[0], self.chunks.shape[0]
+        self.exact = q.dtype == torch.float32
+        self.work = torch.float32 if self.exact else torch.float16
+        self.gate = {"BOUNDED": lower_bound is not None, "NARROW": (lower_bound or -torch.inf) >= NARROWEST_BOUND}
+        self.lower_bound = 0.0 if lower_bound is None else lower_bound
+        # Exact products hold their operands in registers: small tiles.
+        small = {"num_warps": 4, "num_stages": 1}
+        self.forward = small if self.exact or self.V < 128 else FORWARD
+        self.backward = small if self.exact or self.V < 128 else BACKWARD
+        self.forward_BV = 16 if self.exact else min(self.V, FORWARD_VALUES)
+        self.backward_BV = 16 if self.exact else min(self.V, BACKWARD_VALUES)
+
+    def empty(self, q, *shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    def prepare(self, q, k, v, f, beta, A_log, dt_bias, backward: bool) -> _Chunks:
+        M, N, H, K, V = self.M, self.N, self.H, self.K, self.V
+        q_in, k_in, k_out, w = (self.empty(q, M, H, K, dtype=self.work) for _ in range(4))
+        attend, keys = (self.empty(q, M, H, BT.value, dtype=self.work) for _ in range(2))
+        decay = self.empty(q, N, H, K)
+        scores_kernel[(N * H,)](
+            q, k, f, A_log, dt_bias, self.chunks, q_in, k_in, k_out, attend, keys, decay, self.lower_bound,
+            H, K, min(K, SCORE_CHANNELS), **self.gate, EXACT=self.exact, **SCORES,
+        )  # fmt: skip
+        u, u_scale = self.empty(q, M, H, V, dtype=self.work), self.empty(q, M, H)
+        inverse = torch.empty_like(keys) if backward else None
+        solve_kernel[(N * H,)](
+            v, beta, self.chunks, k_in, keys, w, u, u_scale, inverse,
+            H, K, V, BACKWARD=backward, EXACT=self.exact, **SOLVE,
+        )  # fmt: skip
+        return _Chunks(q_in, k_in, k_out, attend, keys, decay, w, u, u_scale, inverse)
+
+    def rows(self, x_MHD: torch.Tensor, width: int | None = None) -> TensorDescriptor:
+        """Reads of a chunk's rows of one head, or of `width` of its columns."""
+        x_MD = x_MHD.view(self.M, -1)
+        return TensorDescriptor.from_tensor(x_MD, [BT.value, width or x_MHD.shape[-1]])
+
+    def run(self, work: _Chunks, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
+        forward_kernel[(self.X * self.H * (self.V // self.forward_BV),)](
+            self.rows(work.q_in), self.rows(work.k_out), self.rows(work.w), self.rows(work.u, self.forward_BV), work.u_scale,
+            self.rows(work.attend), work.decay, self.documents,
+            initial, final, o, states, states_scale, values, values_scale,
+            self.H, self.K, self.V, self.forward_BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+            BACKWARD=states is not None, EXACT=self.exact, **self.forward,
+        )  # fmt: skip
+
+
+@torch.library.custom_op(op("chunk_forward"), mutates_args=())
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    f: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    lower_bound: float | None,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, f, beta, A_log, dt_bias, initial_state = _contiguous(q, k, v, f, beta, A_log, dt_bias, initial_state)
+    o, final = _outputs(q, v, cu_seqlens, output_final_state)
+    if v.numel() == 0:
+        return o, _passed_on(final, initial_state)
+    with torch.cuda.device_of(q):
+        call = _Call(q, v, cu_seqlens, lower_bound)
+        work = call.prepare(q, k, v, f, beta, A_log, dt_bias, backward=False)
+        call.run(work, initial_state, final if output_final_state else None, o)
+    return o, final
+
+
+def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _outputs(q, v, cu_seqlens, output_final_state):
+    B, T, H, K = q.shape
+    X = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    final = (X, H, K, v.shape[-1]) if output_final_state else (0,)
+    return q.new_empty(v.shape), q.new_empty(final, dtype=torch.float32)
+
+
+def _passed_on(state: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+    """Without tokens a state stays what it was."""
+    if state.dim() == 1 or source is None:
+        return state.zero_()
+    return state.copy_(source)
+
+
+@_forward.register_fake
+def _(q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial_state, lower_bound, output_final_state):
+    return _outputs(q, v, cu_seqlens, output_final_state)
+
+
+@torch.library.custom_op(op("chunk_backward"), mutates_args=())
+def _backward(
+    do: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    f: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    lower_bound: float | None,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    inputs = _contiguous(q, k, v, f, beta, A_log, dt_bias)
+    do, dfinal, initial_state = _contiguous(do, dfinal, initial_state)
+    dinitial = q.new_empty((0,) if initial_state is None else initial_state.shape, dtype=torch.float32)
+    if v.numel() == 0:
+        return *(torch.zeros_like(x) for x in inputs), _passed_on(dinitial, dfinal)
+    with torch.cuda.device_of(q):
+        grads = _gradients(do, dfinal, *inputs, cu_seqlens, initial_state, dinitial, lower_bound)
+    return *grads, dinitial
+
+
+def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial_state, dinitial, lower_bound):
+    call = _Call(q, v, cu_seqlens, lower_bound)
+    M, N, H, K, V = call.M, call.N, call.H, call.K, call.V
+    work = call.prepare(q, k, v, f, beta, A_log, dt_bias, backward=True)
+    states = call.empty(q, N, H, V, K, dtype=call.work)
+    values = call.empty(q, M, H, V, dtype=call.work)
+    states_scale, values_scale = call.empty(q, N, H, V), call.empty(q, N, H, V)
+    call.run(work, initial_state, None, None, states, states_scale, values, values_scale)
+    dstates, dvalues = torch.empty_like(states), torch.empty_like(values)
+    dstates_scale, dvalues_scale = torch.empty_like(states_scale), torch.empty_like(values_scale)
+    backward_kernel[(call.X * H * (V // call.backward_BV),)](
+        call.rows(do, call.backward_BV), call.rows(work.q_in), call.rows(work.k_out), call.rows(work.w),
+        call.rows(work.attend), work.decay, call.documents,
+        dfinal, dinitial, dstates, dstates_scale, dvalues, dvalues_scale, H, K, V, call.backward_BV,
+        HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **call.backward,
+    )  # fmt: skip
+    dq_in, dk_out, dk_in = (call.empty(q, M, H, K, dtype=call.work) for _ in range(3))
+    dattend, dkeys = (call.empty(q, M, H, BT.value, dtype=call.work) for _ in range(2))
+    row_scales, ddecay = call.empty(q, 5, M, H), call.empty(q, N, H, K)
+    q_dots, k_dots = call.empty(q, M, H), call.empty(q, M, H)
+    dv, dbeta = torch.empty_like(v), torch.empty_like(beta)
+    value_gradients_kernel[(N * H,)](
+        do, v, beta, work.inverse, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys,
+        states, states_scale, dstates, dstates_scale, values, values_scale, dvalues, dvalues_scale,
+        dv, dbeta, ddecay, dq_in, dk_out, dk_in, row_scales, dattend, dkeys, q_dots, k_dots,
+        M, H, K, V, EXACT=call.exact, **VALUES,
+    )  # fmt: skip
+    # Their memory serves the gradients.
+    del work, states, dstates, values, dvalues
+    dq, dk, df = (torch.empty_like(x) for x in (q, k, f))
+    ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H)
+    key_gradients_kernel[(N * H,)](
+        q, k, f, beta, A_log, dt_bias, call.chunks, ddecay, dq_in, dk_out, dk_in, row_scales, dattend, dkeys,
+        q_dots, k_dots, dq, dk, df, ddt_bias, dA_log, call.lower_bound, M, H, K, min(K, KEY_CHANNELS),
+        **call.gate, EXACT=call.exact, **KEYS,
+    )  # fmt: skip
+    return dq, dk, dv, df, dbeta, dA_log.sum(0).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
+
+
+@_backward.register_fake
+def _(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial_state, lower_bound):
+    dinitial = q.new_empty((0,) if initial_state is None else initial_state.shape, dtype=torch.float32)
+    return *(torch.empty_like(x) for x in (q, k, v, f, beta, A_log, dt_bias)), dinitial
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, lower_bound, output_final_state = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.lower_bound, ctx.output_final_state = lower_bound, output_final_state
+
+
+def _autograd(ctx, do, dfinal):
+    *tensors, cu_seqlens, initial_state = ctx.saved_tensors
+    *grads, dinitial = _backward(
+        do, dfinal if ctx.output_final_state else None, *tensors, cu_seqlens, initial_state, ctx.lower_bound
+    )
+    return *grads, None, None if initial_state is None else dinitial, None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)

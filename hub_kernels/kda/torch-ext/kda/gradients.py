@@ -1,0 +1,239 @@
+"""Gradients inside the chunks, for all chunks at once, from the states and their gradients at the chunks' borders.
+
+`value_gradients_kernel` takes every product over the value width; `key_gradients_kernel` goes on, channel by channel
+of the keys, through scores, decays, gate and norms to the raw inputs. Between the two go [M, H, K] tensors in fp16
+with a scale per row.
+
+With S the state at a chunk's start, c = u - w S its corrected values, dS and dc their gradients, y = beta (v - k
+exp(G) S) and T = (1 + a)^-1, so that c = T y:
+
+    dy = T^T dc,   da = -dy c^T,   dv = beta dy,   d(k exp(G)) = -beta dy S^T,   d attend = do c^T,
+    d q_in = do S^T,   d k_out = c dS^T,   d decay = sum_v S dS
+
+Legend: M tokens, N chunks of BT tokens, H heads, K key width, V value width, T tokens of a chunk.
+"""
+
+import triton
+import triton.language as tl
+
+from .gate import decay_gradient
+from .prepare import chunk_of, decays, load_rows, load_scalars, offsets, rstd_rows, store_rows, store_scalars
+from .scores import BC, BT, product, scaled_rows, score_gradients, sums_to_end
+
+
+@triton.jit
+def store_scaled(p, p_scale, x_TD, i_t, i_h, length, H, D: tl.constexpr, EXACT: tl.constexpr):
+    b_x, scale = scaled_rows(x_TD, EXACT)
+    store_rows(p, b_x, i_t, i_h, length, H, D, 0, D)
+    store_scalars(p_scale, scale, i_t, i_h, length, H)
+
+
+@triton.jit(do_not_specialize=["M"])
+def value_gradients_kernel(
+    do,
+    v,
+    beta,
+    inverse,
+    chunks,
+    q_in,
+    k_in,
+    k_out,
+    attend,
+    keys,
+    states,
+    states_scale,
+    dstates,
+    dstates_scale,
+    values,
+    values_scale,
+    dvalues,
+    dvalues_scale,
+    dv,
+    dbeta,
+    ddecay,
+    dq_in,
+    dk_out,
+    dk_in,
+    row_scales,
+    dattend,
+    dkeys,
+    q_dots,
+    k_dots,
+    M,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """dv, dbeta; the gradients of q_in, k_out, -k exp(G) / beta, attend and of the keys' scores.
+
+    q_dots, k_dots: products of q and k, of unit length, with their gradients, which the norms' gradients need. They
+    are known here, from every product that q or k enters: x . dx = sum y dy if all y are linear in x.
+    """
+    i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_t, length = chunk_of(chunks, i_n)
+    if length == 0:
+        return
+    o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, V)
+    i_nh = i_n.to(tl.int64) * H + i_h
+    span = M.to(tl.int64) * H
+    o_vk = o_v[:, None] * K + o_k[None, :]
+    o_td, m_t = offsets(i_t, i_h, length, H, V, 0, V)
+
+    b_c = tl.load(values + o_td, mask=m_t, other=0.0)
+    c_scale = tl.load(values_scale + i_nh * V + o_v)
+    b_s = tl.load(states + i_nh * (K * V) + o_vk)
+    s_scale = tl.load(states_scale + i_nh * V + o_v)
+    b_ds = tl.load(dstates + i_nh * (K * V) + o_vk)
+    ds_scale = tl.load(dstates_scale + i_nh * V + o_v)
+    ddecay_K = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32) * (s_scale * ds_scale)[:, None], 0)
+    tl.store(ddecay + i_nh * K + o_k, ddecay_K)
+
+    x, x_scale = scaled_rows(b_c.to(tl.float32) * (c_scale * ds_scale)[None, :], EXACT)
+    b_dx = product(x, b_ds, EXACT) * x_scale[:, None]
+    k_dot = tl.sum(b_dx * load_rows(k_out, i_t, i_h, length, H, K, 0, K), 1)
+    store_scaled(dk_out, row_scales, b_dx, i_t, i_h, length, H, K, EXACT)
+
+    b_do = load_rows(do, i_t, i_h, length, H, V, 0, V)
+    x, x_scale = scaled_rows(b_do * s_scale[None, :], EXACT)
+    b_dx = product(x, b_s, EXACT) * x_scale[:, None]
+    q_dot = tl.sum(b_dx * load_rows(q_in, i_t, i_h, length, H, K, 0, K), 1)
+    store_scaled(dq_in, row_scales + span, b_dx, i_t, i_h, length, H, K, EXACT)
+
+    x, x_scale = scaled_rows(b_do * c_scale[None, :], EXACT)
+    b_da = tl.where(o_t[:, None] >= o_t[None, :], product(x, tl.trans(b_c), EXACT) * x_scale[:, None], 0.0)
+    store_scaled(dattend, row_scales + 2 * span, b_da, i_t, i_h, length, H, BT, EXACT)
+    b_da *= load_rows(attend, i_t, i_h, length, H, BT, 0, BT)
+    store_scalars(q_dots, q_dot + tl.sum(b_da, 1), i_t, i_h, length, H)
+    k_dot += tl.sum(b_da, 0)
+
+    b_dc = tl.load(dvalues + o_td, mask=m_t, other=0.0)
+    dc_scale = tl.load(dvalues_scale + i_nh * V + o_v)
+    o_tt, _ = offsets(i_t, i_h, length, H, BT, 0, BT)
+    b_inverse = tl.load(inverse + o_tt, mask=m_t, other=0.0)
+    b_dy = product(tl.trans(b_inverse), b_dc, EXACT) * dc_scale[None, :]
+    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
+    store_rows(dv, b_dy * b_beta[:, None], i_t, i_h, length, H, V, 0, V)
+    dbeta_T = tl.sum(b_dy * load_rows(v, i_t, i_h, length, H, V, 0, V), 1)
+
+    x, x_scale = scaled_rows(b_dy * s_scale[None, :], EXACT)
+    b_dx = product(x, b_s, EXACT) * x_scale[:, None]
+    dbeta_k = -tl.sum(b_dx * load_rows(k_in, i_t, i_h, length, H, K, 0, K), 1)
+    store_scaled(dk_in, row_scales + 3 * span, b_dx, i_t, i_h, length, H, K, EXACT)
+
+    x, x_scale = scaled_rows(b_dy * c_scale[None, :], EXACT)
+    b_da = tl.where(o_t[:, None] > o_t[None, :], product(x, tl.trans(b_c), EXACT) * -x_scale[:, None], 0.0)
+    store_scaled(dkeys, row_scales + 4 * span, b_da, i_t, i_h, length, H, BT, EXACT)
+    b_da *= load_rows(keys, i_t, i_h, length, H, BT, 0, BT)
+    dbeta_k += tl.sum(b_da, 1)
+    store_scalars(dbeta, (dbeta_T + dbeta_k) * b_beta * (1.0 - b_beta), i_t, i_h, length, H)
+    k_dot += dbeta_k * b_beta + tl.sum(b_da * b_beta[:, None], 0)
+    store_scalars(k_dots, k_dot, i_t, i_h, length, H)
+
+
+@triton.jit
+def load_scaled(p, p_scale, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    """[BT, BD] of a [M, H, D] tensor with a scale per row."""
+    return load_rows(p, i_t, i_h, length, H, D, i_d, BD) * load_scalars(p_scale, i_t, i_h, length, H)[:, None]
+
+
+@triton.jit
+def load_transposed(p, p_scale, i_t, i_h, length, H):
+    """Transpose of a chunk's [BT, BT] of a [M, H, BT] tensor with a scale per row."""
+    o_t = tl.arange(0, BT)
+    o_tt = o_t[None, :] * (H * BT) + o_t[:, None]
+    b_x = tl.load(p + (i_t * H + i_h) * BT + o_tt, mask=o_t[None, :] < length, other=0.0).to(tl.float32)
+    return b_x * load_scalars(p_scale, i_t, i_h, length, H)[None, :]
+
+
+@triton.jit
+def store_unit_gradient(
+    p, x, dy_TK, dot_T, rstd_T, factor: tl.constexpr, i_t, i_h, length, H, K: tl.constexpr, i_k, BK: tl.constexpr
+):  # fmt: skip
+    """Gradient for x of y = factor x / |x|, given dy and y . dy."""
+    b_x = load_rows(x, i_t, i_h, length, H, K, i_k, BK)
+    b_dx = (dy_TK * factor - b_x * (rstd_T * dot_T)[:, None]) * rstd_T[:, None]
+    store_rows(p, b_dx, i_t, i_h, length, H, K, i_k, BK)
+
+
+@triton.jit(do_not_specialize=["M"])
+def key_gradients_kernel(
+    q,
+    k,
+    f,
+    beta,
+    A_log,
+    dt_bias,
+    chunks,
+    ddecay,
+    dq_in,
+    dk_out,
+    dk_in,
+    row_scales,
+    dattend,
+    dkeys,
+    q_dots,
+    k_dots,
+    dq,
+    dk,
+    df,
+    ddt_bias,
+    dA_log,
+    lower_bound,
+    M,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    NARROW: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """dq, dk, df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H]."""
+    i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_t, length = chunk_of(chunks, i_n)
+    i_nh = i_n.to(tl.int64) * H + i_h
+    if length == 0:
+        tl.store(ddt_bias + i_nh * K + tl.arange(0, K), tl.zeros([K], tl.float32))
+        tl.store(dA_log + i_nh, 0.0)
+        return
+    o_t = tl.arange(0, BT)
+    second = (o_t >= BC)[:, None]
+    span = M.to(tl.int64) * H
+    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    q_rstd = rstd_rows(q, i_t, i_h, length, H, K)
+    k_rstd = rstd_rows(k, i_t, i_h, length, H, K)
+    q_dot = load_scalars(q_dots, i_t, i_h, length, H)
+    k_dot = load_scalars(k_dots, i_t, i_h, length, H)
+    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
+    dqk = load_scaled(dattend, row_scales + 2 * span, i_t, i_h, length, H, BT, 0, BT)
+    dkk = load_scaled(dkeys, row_scales + 4 * span, i_t, i_h, length, H, BT, 0, BT)
+    dqk_transposed = load_transposed(dattend, row_scales + 2 * span, i_t, i_h, length, H)
+    dkk_transposed = load_transposed(dkeys, row_scales + 4 * span, i_t, i_h, length, H) * b_beta[None, :]
+    b_dA = tl.zeros([BT], tl.float32)
+    for i_k in range(0, K, BK):
+        b_z, b_c, total, total_0, total_1 = decays(
+            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, EXACT
+        )
+        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * (q_rstd * K**-0.5)[:, None]
+        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
+        b_dq, b_drow, b_dcolumn = score_gradients(
+            dqk, dkk, dqk_transposed, dkk_transposed, b_q, b_k, b_c, total_0, total_1, NARROW, EXACT
+        )
+        b_in = tl.exp2(b_c + tl.where(second, total_0[None, :], 0.0))
+        b_dq += b_in * load_scaled(dq_in, row_scales + span, i_t, i_h, length, H, K, i_k, BK)
+        b_drow -= b_in * load_scaled(dk_in, row_scales + 3 * span, i_t, i_h, length, H, K, i_k, BK)
+        b_drow *= b_beta[:, None]
+        b_out = tl.exp2(total - b_c + tl.where(second, 0.0, total_1[None, :]))
+        b_dwrite = b_out * load_scaled(dk_out, row_scales, i_t, i_h, length, H, K, i_k, BK)
+        b_dcolumn += b_dwrite
+        # What the decay of the whole chunk gains reaches the log decay of every token in it.
+        i_nhk = i_nh * K + i_k + tl.arange(0, BK)
+        dend = tl.load(ddecay + i_nhk) * tl.exp2(total_0 + total_1) + tl.sum(b_k * b_dwrite, 0)
+        dg = sums_to_end(b_q * b_dq + b_k * (b_drow - b_dcolumn), EXACT) + dend[None, :]
+        dz, dA = decay_gradient(tl.where((o_t < length)[:, None], dg, 0.0), b_z, rate, lower_bound, BOUNDED)
+        b_dA += tl.sum(dA, 1)
+        store_rows(df, dz, i_t, i_h, length, H, K, i_k, BK)
+        tl.store(ddt_bias + i_nhk, tl.sum(dz, 0))
+        store_unit_gradient(dq, q, b_dq, q_dot, q_rstd, K**-0.5, i_t, i_h, length, H, K, i_k, BK)
+        store_unit_gradient(dk, k, b_drow + b_dcolumn, k_dot, k_rstd, 1.0, i_t, i_h, length, H, K, i_k, BK)
+    tl.store(dA_log + i_nh, tl.sum(b_dA))

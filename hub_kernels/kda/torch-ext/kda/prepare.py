@@ -1,0 +1,179 @@
+"""First pass over the chunks: everything of a chunk that needs no state, for all chunks at once.
+
+With G the running sum of the log decay in the chunk, q and k of unit length, a the triangle beta_i k_i.k_j
+exp(G_i - G_j) and T = (1 + a)^-1, the recurrence over chunks needs only products with the state S:
+
+    u - w S        the corrected values, u = T (beta v), w = T (beta k exp(G))
+    q_in           q K^-1/2 exp(G), reads the state at the chunk's start
+    attend         q_i.k_j K^-1/2 exp(G_i - G_j), reads the chunk's own values
+    k_out, decay   k exp(G_end - G) writes the values, exp(G_end) fades the state
+
+Legend: M tokens of all documents, N chunks of BT tokens, H heads, K key width, V value width, T tokens of a chunk.
+"""
+
+import triton
+import triton.language as tl
+
+from .gate import L2_EPS, log2_decay
+from .scores import BC, BT, add_scores, product, running_sums, scaled_rows, small_dot, unit_lower_inverse
+
+
+@triton.jit
+def chunk_of(p_chunks, i_n):
+    """First token and number of tokens (0: no such chunk) of chunk i_n."""
+    return tl.load(p_chunks + 2 * i_n).to(tl.int64), tl.load(p_chunks + 2 * i_n + 1)
+
+
+@triton.jit
+def offsets(i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    """Where columns i_d onwards of a chunk's rows of a [M, H, D] tensor lie, and which rows exist."""
+    o_t = tl.arange(0, BT)[:, None]
+    return (i_t * H + i_h) * D + i_d + o_t * (H * D) + tl.arange(0, BD)[None, :], o_t < length
+
+
+@triton.jit
+def load_rows(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    """[BT, BD] of a [M, H, D] tensor in fp32, zero behind the end of the document."""
+    o_td, m_t = offsets(i_t, i_h, length, H, D, i_d, BD)
+    return tl.load(p + o_td, mask=m_t, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(p, x_TD, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    o_td, m_t = offsets(i_t, i_h, length, H, D, i_d, BD)
+    tl.store(p + o_td, x_TD.to(p.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
+def load_scalars(p, i_t, i_h, length, H):
+    """[BT] of a [M, H] tensor in fp32, zero behind the end of the document."""
+    o_t = tl.arange(0, BT)
+    return tl.load(p + (i_t + o_t) * H + i_h, mask=o_t < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_scalars(p, x_T, i_t, i_h, length, H):
+    o_t = tl.arange(0, BT)
+    tl.store(p + (i_t + o_t) * H + i_h, x_T.to(p.dtype.element_ty), mask=o_t < length)
+
+
+@triton.jit
+def rstd_rows(p, i_t, i_h, length, H, K: tl.constexpr):
+    """1 / sqrt(sum x^2 + eps) of every row."""
+    b_x = load_rows(p, i_t, i_h, length, H, K, 0, K)
+    return tl.rsqrt(tl.sum(b_x * b_x, 1) + L2_EPS)
+
+
+@triton.jit
+def decays(
+    f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K: tl.constexpr, i_k, BK: tl.constexpr,
+    BOUNDED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """z = f + dt_bias, and of the base-2 log decay: running sums c and total of each half, and total per half."""
+    o_t, o_k = tl.arange(0, BT), i_k + tl.arange(0, BK)
+    b_bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
+    b_z = load_rows(f, i_t, i_h, length, H, K, i_k, BK) + b_bias[None, :]
+    b_g = log2_decay(b_z, rate, lower_bound, o_t < length, BOUNDED)
+    second = (o_t >= BC)[:, None]
+    total_0 = tl.sum(tl.where(second, 0.0, b_g), 0)
+    total_1 = tl.sum(tl.where(second, b_g, 0.0), 0)
+    total = tl.where(second, total_1[None, :], total_0[None, :])
+    return b_z, running_sums(b_g, EXACT), total, total_0, total_1
+
+
+@triton.jit
+def scores_kernel(
+    q,
+    k,
+    f,
+    A_log,
+    dt_bias,
+    chunks,
+    q_in,
+    k_in,
+    k_out,
+    attend,
+    keys,
+    decay,
+    lower_bound,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    NARROW: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_t, length = chunk_of(chunks, i_n)
+    if length == 0:
+        return
+    o_t = tl.arange(0, BT)
+    o_i, o_j = o_t[:, None], o_t[None, :]
+    second = o_i >= BC
+    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    q_rstd = rstd_rows(q, i_t, i_h, length, H, K) * K**-0.5
+    k_rstd = rstd_rows(k, i_t, i_h, length, H, K)
+    qk_across = tl.zeros([BT, BT], tl.float32)
+    qk_inside = tl.zeros([BT, BT], tl.float32)
+    kk_across = tl.zeros([BT, BT], tl.float32)
+    kk_inside = tl.zeros([BT, BT], tl.float32)
+    for i_k in range(0, K, BK):
+        _, b_c, total, total_0, total_1 = decays(
+            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, EXACT
+        )
+        o_k = i_k + tl.arange(0, BK)
+        tl.store(decay + (i_n.to(tl.int64) * H + i_h) * K + o_k, tl.exp2(total_0 + total_1))
+        b_in = tl.exp2(b_c)
+        fade = tl.where(second, tl.exp2(total_0)[None, :], 1.0)
+        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
+        b_kin = b_k * b_in
+        store_rows(k_in, b_kin * fade, i_t, i_h, length, H, K, i_k, BK)
+        b_kout = b_k * tl.exp2(total - b_c)
+        kk_across, kk_inside = add_scores(kk_across, kk_inside, b_k, b_kin, b_k, b_kout, b_c, total, NARROW, EXACT)
+        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * q_rstd[:, None]
+        b_qin = b_q * b_in
+        store_rows(q_in, b_qin * fade, i_t, i_h, length, H, K, i_k, BK)
+        qk_across, qk_inside = add_scores(qk_across, qk_inside, b_q, b_qin, b_k, b_kout, b_c, total, NARROW, EXACT)
+        b_kout = tl.where(second, b_kout, b_kout * tl.exp2(total_1)[None, :])
+        store_rows(k_out, b_kout, i_t, i_h, length, H, K, i_k, BK)
+    inside = o_i // BC == o_j // BC
+    qk = tl.where(o_i >= o_j, tl.where(inside, qk_inside, qk_across), 0.0)
+    kk = tl.where(o_i > o_j, tl.where(inside, kk_inside, kk_across), 0.0)
+    store_rows(attend, qk, i_t, i_h, length, H, BT, 0, BT)
+    store_rows(keys, kk, i_t, i_h, length, H, BT, 0, BT)
+
+
+@triton.jit
+def solve_kernel(
+    v,
+    beta,
+    chunks,
+    k_in,
+    keys,
+    w,
+    u,
+    u_scale,
+    inverse,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_t, length = chunk_of(chunks, i_n)
+    if length == 0:
+        return
+    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
+    b_inverse = unit_lower_inverse(load_rows(keys, i_t, i_h, length, H, BT, 0, BT) * b_beta[:, None], EXACT)
+    if BACKWARD:
+        store_rows(inverse, b_inverse, i_t, i_h, length, H, BT, 0, BT)
+    # Beta multiplies the columns of the inverse instead of the rows of k and v.
+    b_inverse *= b_beta[None, :]
+    b_w = small_dot(b_inverse, load_rows(k_in, i_t, i_h, length, H, K, 0, K), EXACT)
+    store_rows(w, b_w, i_t, i_h, length, H, K, 0, K)
+    b_v, v_scale = scaled_rows(load_rows(v, i_t, i_h, length, H, V, 0, V), EXACT)
+    x, x_scale = scaled_rows(b_inverse * v_scale[None, :], EXACT)
+    b_u, scale = scaled_rows(product(x, b_v, EXACT), EXACT)
+    store_rows(u, b_u, i_t, i_h, length, H, V, 0, V)
+    store_scalars(u_scale, scale * x_scale, i_t, i_h, length, H)
