@@ -109,8 +109,10 @@ class _Chunks(NamedTuple):
     attend: torch.Tensor
     keys: torch.Tensor
     decay: torch.Tensor
-    w: torch.Tensor
-    u: torch.Tensor
+    q_rstds: torch.Tensor
+    k_rstds: torch.Tensor
+    w: torch.Tensor | None
+    u: torch.Tensor | None
     u_scale: torch.Tensor
     inverse: torch.Tensor | None
 
@@ -143,9 +145,10 @@ class _Call:
         q_in, k_in, k_out, w = (self.empty(q, M, H, K, dtype=self.work) for _ in range(4))
         attend, keys = (self.empty(q, M, H, BT.value, dtype=self.work) for _ in range(2))
         decay = self.empty(q, N, H, K)
+        q_rstds, k_rstds = self.empty(q, M, H), self.empty(q, M, H)
         scores_kernel[(N * H,)](
-            q, k, f, A_log, dt_bias, self.chunks, q_in, k_in, k_out, attend, keys, decay, self.lower_bound,
-            H, K, min(K, SCORE_CHANNELS), **self.gate, EXACT=self.exact, **SCORES,
+            q, k, f, A_log, dt_bias, self.chunks, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds,
+            self.lower_bound, H, K, min(K, SCORE_CHANNELS), **self.gate, EXACT=self.exact, **SCORES,
         )  # fmt: skip
         u, u_scale = self.empty(q, M, H, V, dtype=self.work), self.empty(q, M, H)
         inverse = torch.empty_like(keys) if backward else None
@@ -153,7 +156,7 @@ class _Call:
             v, beta, self.chunks, k_in, keys, w, u, u_scale, inverse,
             H, K, V, BACKWARD=backward, EXACT=self.exact, **SOLVE,
         )  # fmt: skip
-        return _Chunks(q_in, k_in, k_out, attend, keys, decay, w, u, u_scale, inverse)
+        return _Chunks(q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
 
     def rows(self, x_MHD: torch.Tensor, width: int | None = None) -> TensorDescriptor:
         """Reads of a chunk's rows of one head, or of `width` of its columns."""
@@ -261,25 +264,24 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
         dfinal, dinitial, dstates, dstates_scale, dvalues, dvalues_scale, H, K, V, call.backward_BV,
         HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **call.backward,
     )  # fmt: skip
-    dq_in, dk_out, dk_in = (call.empty(q, M, H, K, dtype=call.work) for _ in range(3))
-    dattend, dkeys = (call.empty(q, M, H, BT.value, dtype=call.work) for _ in range(2))
-    row_scales, ddecay = call.empty(q, 5, M, H), call.empty(q, N, H, K)
+    work = work._replace(w=None, u=None)
+    row_scales, ddecay = call.empty(q, 3, M, H), call.empty(q, N, H, K)
+    dscores = call.empty(q, 4, M, H, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
     q_dots, k_dots = call.empty(q, M, H), call.empty(q, M, H)
     dv, dbeta = torch.empty_like(v), torch.empty_like(beta)
     value_gradients_kernel[(N * H,)](
         do, v, beta, work.inverse, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys,
         states, states_scale, dstates, dstates_scale, values, values_scale, dvalues, dvalues_scale,
-        dv, dbeta, ddecay, dq_in, dk_out, dk_in, row_scales, dattend, dkeys, q_dots, k_dots,
-        M, H, K, V, EXACT=call.exact, **VALUES,
+        dv, dbeta, ddecay, row_scales, dscores, q_dots, k_dots, M, H, K, V, EXACT=call.exact, **VALUES,
     )  # fmt: skip
     # Their memory serves the gradients.
-    del work, states, dstates, values, dvalues
+    del states, dstates, values, dvalues
     dq, dk, df = (torch.empty_like(x) for x in (q, k, f))
     ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H)
     key_gradients_kernel[(N * H,)](
-        q, k, f, beta, A_log, dt_bias, call.chunks, ddecay, dq_in, dk_out, dk_in, row_scales, dattend, dkeys,
-        q_dots, k_dots, dq, dk, df, ddt_bias, dA_log, call.lower_bound, M, H, K, min(K, KEY_CHANNELS),
-        **call.gate, EXACT=call.exact, **KEYS,
+        q, k, f, beta, A_log, dt_bias, call.chunks, ddecay, work.q_in, work.k_in, work.k_out, row_scales, dscores,
+        work.q_rstds, work.k_rstds, q_dots, k_dots, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
+        M, H, K, min(K, KEY_CHANNELS), **call.gate, EXACT=call.exact, **KEYS,
     )  # fmt: skip
     return dq, dk, dv, df, dbeta, dA_log.sum(0).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
 

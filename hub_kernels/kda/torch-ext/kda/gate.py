@@ -16,7 +16,7 @@ def softplus(x):
 
 
 @triton.jit
-def log2_decay(z_TK, rate, lower_bound, m_t, BOUNDED: tl.constexpr):
+def log2_decay(z_TK, rate, lower_bound, m_t, BOUNDED: tl.constexpr, NARROW: tl.constexpr):
     """Base-2 log decay of each token and channel, from z = f + dt_bias and rate = exp(A_log); 0 where masked.
 
     Nothing is left of a state after exp2(-1000), so decays end there.
@@ -25,7 +25,9 @@ def log2_decay(z_TK, rate, lower_bound, m_t, BOUNDED: tl.constexpr):
         g = (lower_bound * LOG2_E) * tl.sigmoid(rate * z_TK)
     else:
         g = (-rate * LOG2_E) * softplus(z_TK)
-    return tl.where(m_t[:, None], tl.maximum(g, -1000.0), 0.0)
+    if not NARROW:
+        g = tl.maximum(g, -1000.0)
+    return tl.where(m_t[:, None], g, 0.0)
 
 
 @triton.jit

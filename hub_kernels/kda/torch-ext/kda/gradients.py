@@ -17,15 +17,25 @@ import triton
 import triton.language as tl
 
 from .gate import decay_gradient
-from .prepare import chunk_of, decays, load_rows, load_scalars, offsets, rstd_rows, store_rows, store_scalars
-from .scores import BC, BT, product, scaled_rows, score_gradients, sums_to_end
+from .prepare import chunk_of, decays, load_rows, load_scalars, load_tile, store_rows, store_scalars
+from .scores import BC, BT, product, scaled_rows, score_gradients, split, sums_to_end
 
 
 @triton.jit
-def store_scaled(p, p_scale, x_TD, i_t, i_h, length, H, D: tl.constexpr, EXACT: tl.constexpr):
+def replace_scaled(p, p_scale, x_TD, i_t, i_h, length, H, D: tl.constexpr, EXACT: tl.constexpr):
+    """Store rows with a scale each over what this program has read there."""
+    tl.debug_barrier()
     b_x, scale = scaled_rows(x_TD, EXACT)
     store_rows(p, b_x, i_t, i_h, length, H, D, 0, D)
     store_scalars(p_scale, scale, i_t, i_h, length, H)
+
+
+@triton.jit
+def store_split(p, span, x_TT, i_t, i_h, length, H, EXACT: tl.constexpr):
+    """Two parts of [BT, BT], in [M, H, BT] tensors that follow each other."""
+    high, low = split(x_TT, EXACT)
+    store_rows(p, high, i_t, i_h, length, H, BT, 0, BT)
+    store_rows(p + span * BT, low, i_t, i_h, length, H, BT, 0, BT)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -51,12 +61,8 @@ def value_gradients_kernel(
     dv,
     dbeta,
     ddecay,
-    dq_in,
-    dk_out,
-    dk_in,
     row_scales,
-    dattend,
-    dkeys,
+    dscores,
     q_dots,
     k_dots,
     M,
@@ -65,7 +71,8 @@ def value_gradients_kernel(
     V: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """dv, dbeta; the gradients of q_in, k_out, -k exp(G) / beta, attend and of the keys' scores.
+    """dv, dbeta; the gradients of attend and of the keys' scores; those of q_in, k_out, and -k_in before beta in the
+    places of q_in, k_out and k_in.
 
     q_dots, k_dots: products of q and k, of unit length, with their gradients, which the norms' gradients need. They
     are known here, from every product that q or k enters: x . dx = sum y dy if all y are linear in x.
@@ -78,9 +85,8 @@ def value_gradients_kernel(
     i_nh = i_n.to(tl.int64) * H + i_h
     span = M.to(tl.int64) * H
     o_vk = o_v[:, None] * K + o_k[None, :]
-    o_td, m_t = offsets(i_t, i_h, length, H, V, 0, V)
 
-    b_c = tl.load(values + o_td, mask=m_t, other=0.0)
+    b_c = load_tile(values, i_t, i_h, length, H, V, 0, V)
     c_scale = tl.load(values_scale + i_nh * V + o_v)
     b_s = tl.load(states + i_nh * (K * V) + o_vk)
     s_scale = tl.load(states_scale + i_nh * V + o_v)
@@ -92,25 +98,24 @@ def value_gradients_kernel(
     x, x_scale = scaled_rows(b_c.to(tl.float32) * (c_scale * ds_scale)[None, :], EXACT)
     b_dx = product(x, b_ds, EXACT) * x_scale[:, None]
     k_dot = tl.sum(b_dx * load_rows(k_out, i_t, i_h, length, H, K, 0, K), 1)
-    store_scaled(dk_out, row_scales, b_dx, i_t, i_h, length, H, K, EXACT)
+    replace_scaled(k_out, row_scales, b_dx, i_t, i_h, length, H, K, EXACT)
 
     b_do = load_rows(do, i_t, i_h, length, H, V, 0, V)
     x, x_scale = scaled_rows(b_do * s_scale[None, :], EXACT)
     b_dx = product(x, b_s, EXACT) * x_scale[:, None]
     q_dot = tl.sum(b_dx * load_rows(q_in, i_t, i_h, length, H, K, 0, K), 1)
-    store_scaled(dq_in, row_scales + span, b_dx, i_t, i_h, length, H, K, EXACT)
+    replace_scaled(q_in, row_scales + span, b_dx, i_t, i_h, length, H, K, EXACT)
 
     x, x_scale = scaled_rows(b_do * c_scale[None, :], EXACT)
     b_da = tl.where(o_t[:, None] >= o_t[None, :], product(x, tl.trans(b_c), EXACT) * x_scale[:, None], 0.0)
-    store_scaled(dattend, row_scales + 2 * span, b_da, i_t, i_h, length, H, BT, EXACT)
+    store_split(dscores, span, b_da, i_t, i_h, length, H, EXACT)
     b_da *= load_rows(attend, i_t, i_h, length, H, BT, 0, BT)
     store_scalars(q_dots, q_dot + tl.sum(b_da, 1), i_t, i_h, length, H)
     k_dot += tl.sum(b_da, 0)
 
-    b_dc = tl.load(dvalues + o_td, mask=m_t, other=0.0)
+    b_dc = load_tile(dvalues, i_t, i_h, length, H, V, 0, V)
     dc_scale = tl.load(dvalues_scale + i_nh * V + o_v)
-    o_tt, _ = offsets(i_t, i_h, length, H, BT, 0, BT)
-    b_inverse = tl.load(inverse + o_tt, mask=m_t, other=0.0)
+    b_inverse = load_tile(inverse, i_t, i_h, length, H, BT, 0, BT)
     b_dy = product(tl.trans(b_inverse), b_dc, EXACT) * dc_scale[None, :]
     b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
     store_rows(dv, b_dy * b_beta[:, None], i_t, i_h, length, H, V, 0, V)
@@ -119,11 +124,11 @@ def value_gradients_kernel(
     x, x_scale = scaled_rows(b_dy * s_scale[None, :], EXACT)
     b_dx = product(x, b_s, EXACT) * x_scale[:, None]
     dbeta_k = -tl.sum(b_dx * load_rows(k_in, i_t, i_h, length, H, K, 0, K), 1)
-    store_scaled(dk_in, row_scales + 3 * span, b_dx, i_t, i_h, length, H, K, EXACT)
+    replace_scaled(k_in, row_scales + 2 * span, b_dx, i_t, i_h, length, H, K, EXACT)
 
     x, x_scale = scaled_rows(b_dy * c_scale[None, :], EXACT)
     b_da = tl.where(o_t[:, None] > o_t[None, :], product(x, tl.trans(b_c), EXACT) * -x_scale[:, None], 0.0)
-    store_scaled(dkeys, row_scales + 4 * span, b_da, i_t, i_h, length, H, BT, EXACT)
+    store_split(dscores + 2 * span * BT, span, b_da, i_t, i_h, length, H, EXACT)
     b_da *= load_rows(keys, i_t, i_h, length, H, BT, 0, BT)
     dbeta_k += tl.sum(b_da, 1)
     store_scalars(dbeta, (dbeta_T + dbeta_k) * b_beta * (1.0 - b_beta), i_t, i_h, length, H)
@@ -135,15 +140,6 @@ def value_gradients_kernel(
 def load_scaled(p, p_scale, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
     """[BT, BD] of a [M, H, D] tensor with a scale per row."""
     return load_rows(p, i_t, i_h, length, H, D, i_d, BD) * load_scalars(p_scale, i_t, i_h, length, H)[:, None]
-
-
-@triton.jit
-def load_transposed(p, p_scale, i_t, i_h, length, H):
-    """Transpose of a chunk's [BT, BT] of a [M, H, BT] tensor with a scale per row."""
-    o_t = tl.arange(0, BT)
-    o_tt = o_t[None, :] * (H * BT) + o_t[:, None]
-    b_x = tl.load(p + (i_t * H + i_h) * BT + o_tt, mask=o_t[None, :] < length, other=0.0).to(tl.float32)
-    return b_x * load_scalars(p_scale, i_t, i_h, length, H)[None, :]
 
 
 @triton.jit
@@ -167,11 +163,12 @@ def key_gradients_kernel(
     chunks,
     ddecay,
     dq_in,
-    dk_out,
     dk_in,
+    dk_out,
     row_scales,
-    dattend,
-    dkeys,
+    dscores,
+    q_rstds,
+    k_rstds,
     q_dots,
     k_dots,
     dq,
@@ -200,28 +197,29 @@ def key_gradients_kernel(
     second = (o_t >= BC)[:, None]
     span = M.to(tl.int64) * H
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    q_rstd = rstd_rows(q, i_t, i_h, length, H, K)
-    k_rstd = rstd_rows(k, i_t, i_h, length, H, K)
+    q_rstd = load_scalars(q_rstds, i_t, i_h, length, H)
+    k_rstd = load_scalars(k_rstds, i_t, i_h, length, H)
     q_dot = load_scalars(q_dots, i_t, i_h, length, H)
     k_dot = load_scalars(k_dots, i_t, i_h, length, H)
     b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
-    dqk = load_scaled(dattend, row_scales + 2 * span, i_t, i_h, length, H, BT, 0, BT)
-    dkk = load_scaled(dkeys, row_scales + 4 * span, i_t, i_h, length, H, BT, 0, BT)
-    dqk_transposed = load_transposed(dattend, row_scales + 2 * span, i_t, i_h, length, H)
-    dkk_transposed = load_transposed(dkeys, row_scales + 4 * span, i_t, i_h, length, H) * b_beta[None, :]
     b_dA = tl.zeros([BT], tl.float32)
     for i_k in range(0, K, BK):
         b_z, b_c, total, total_0, total_1 = decays(
-            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, EXACT
+            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, NARROW, EXACT
         )
         b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * (q_rstd * K**-0.5)[:, None]
         b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
+        # Read again for every block of channels: held, they would take half of the registers.
+        dqk_high = load_tile(dscores, i_t, i_h, length, H, BT, 0, BT)
+        dqk_low = load_tile(dscores + span * BT, i_t, i_h, length, H, BT, 0, BT)
+        dkk_high = load_tile(dscores + 2 * span * BT, i_t, i_h, length, H, BT, 0, BT)
+        dkk_low = load_tile(dscores + 3 * span * BT, i_t, i_h, length, H, BT, 0, BT)
         b_dq, b_drow, b_dcolumn = score_gradients(
-            dqk, dkk, dqk_transposed, dkk_transposed, b_q, b_k, b_c, total_0, total_1, NARROW, EXACT
+            dqk_high, dqk_low, dkk_high, dkk_low, b_beta, b_q, b_k, b_c, total_0, total_1, NARROW, EXACT
         )
         b_in = tl.exp2(b_c + tl.where(second, total_0[None, :], 0.0))
         b_dq += b_in * load_scaled(dq_in, row_scales + span, i_t, i_h, length, H, K, i_k, BK)
-        b_drow -= b_in * load_scaled(dk_in, row_scales + 3 * span, i_t, i_h, length, H, K, i_k, BK)
+        b_drow -= b_in * load_scaled(dk_in, row_scales + 2 * span, i_t, i_h, length, H, K, i_k, BK)
         b_drow *= b_beta[:, None]
         b_out = tl.exp2(total - b_c + tl.where(second, 0.0, total_1[None, :]))
         b_dwrite = b_out * load_scaled(dk_out, row_scales, i_t, i_h, length, H, K, i_k, BK)

@@ -25,36 +25,42 @@ def chunk_of(p_chunks, i_n):
 
 
 @triton.jit
-def offsets(i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """Where columns i_d onwards of a chunk's rows of a [M, H, D] tensor lie, and which rows exist."""
+def offsets(length, H, D: tl.constexpr, BD: tl.constexpr):
+    """Places of [BT, BD] in a [M, H, D] tensor relative to the first, and which rows exist."""
     o_t = tl.arange(0, BT)[:, None]
-    return (i_t * H + i_h) * D + i_d + o_t * (H * D) + tl.arange(0, BD)[None, :], o_t < length
+    return o_t * (H * D) + tl.arange(0, BD)[None, :], o_t < length
+
+
+@triton.jit
+def load_tile(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    """[BT, BD] of a [M, H, D] tensor, zero behind the end of the document."""
+    o_td, m_t = offsets(length, H, D, BD)
+    return tl.load(p + ((i_t * H + i_h) * D + i_d) + o_td, mask=m_t, other=0.0)
 
 
 @triton.jit
 def load_rows(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """[BT, BD] of a [M, H, D] tensor in fp32, zero behind the end of the document."""
-    o_td, m_t = offsets(i_t, i_h, length, H, D, i_d, BD)
-    return tl.load(p + o_td, mask=m_t, other=0.0).to(tl.float32)
+    """The same in fp32."""
+    return load_tile(p, i_t, i_h, length, H, D, i_d, BD).to(tl.float32)
 
 
 @triton.jit
 def store_rows(p, x_TD, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    o_td, m_t = offsets(i_t, i_h, length, H, D, i_d, BD)
-    tl.store(p + o_td, x_TD.to(p.dtype.element_ty), mask=m_t)
+    o_td, m_t = offsets(length, H, D, BD)
+    tl.store(p + ((i_t * H + i_h) * D + i_d) + o_td, x_TD.to(p.dtype.element_ty), mask=m_t)
 
 
 @triton.jit
 def load_scalars(p, i_t, i_h, length, H):
     """[BT] of a [M, H] tensor in fp32, zero behind the end of the document."""
     o_t = tl.arange(0, BT)
-    return tl.load(p + (i_t + o_t) * H + i_h, mask=o_t < length, other=0.0).to(tl.float32)
+    return tl.load(p + (i_t * H + i_h) + o_t * H, mask=o_t < length, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_scalars(p, x_T, i_t, i_h, length, H):
     o_t = tl.arange(0, BT)
-    tl.store(p + (i_t + o_t) * H + i_h, x_T.to(p.dtype.element_ty), mask=o_t < length)
+    tl.store(p + (i_t * H + i_h) + o_t * H, x_T.to(p.dtype.element_ty), mask=o_t < length)
 
 
 @triton.jit
@@ -67,13 +73,13 @@ def rstd_rows(p, i_t, i_h, length, H, K: tl.constexpr):
 @triton.jit
 def decays(
     f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K: tl.constexpr, i_k, BK: tl.constexpr,
-    BOUNDED: tl.constexpr, EXACT: tl.constexpr,
+    BOUNDED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """z = f + dt_bias, and of the base-2 log decay: running sums c and total of each half, and total per half."""
     o_t, o_k = tl.arange(0, BT), i_k + tl.arange(0, BK)
     b_bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
     b_z = load_rows(f, i_t, i_h, length, H, K, i_k, BK) + b_bias[None, :]
-    b_g = log2_decay(b_z, rate, lower_bound, o_t < length, BOUNDED)
+    b_g = log2_decay(b_z, rate, lower_bound, o_t < length, BOUNDED, NARROW)
     second = (o_t >= BC)[:, None]
     total_0 = tl.sum(tl.where(second, 0.0, b_g), 0)
     total_1 = tl.sum(tl.where(second, b_g, 0.0), 0)
@@ -95,6 +101,8 @@ def scores_kernel(
     attend,
     keys,
     decay,
+    q_rstds,
+    k_rstds,
     lower_bound,
     H,
     K: tl.constexpr,
@@ -111,15 +119,18 @@ def scores_kernel(
     o_i, o_j = o_t[:, None], o_t[None, :]
     second = o_i >= BC
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    q_rstd = rstd_rows(q, i_t, i_h, length, H, K) * K**-0.5
+    q_rstd = rstd_rows(q, i_t, i_h, length, H, K)
     k_rstd = rstd_rows(k, i_t, i_h, length, H, K)
+    store_scalars(q_rstds, q_rstd, i_t, i_h, length, H)
+    store_scalars(k_rstds, k_rstd, i_t, i_h, length, H)
+    q_rstd *= K**-0.5
     qk_across = tl.zeros([BT, BT], tl.float32)
     qk_inside = tl.zeros([BT, BT], tl.float32)
     kk_across = tl.zeros([BT, BT], tl.float32)
     kk_inside = tl.zeros([BT, BT], tl.float32)
     for i_k in range(0, K, BK):
         _, b_c, total, total_0, total_1 = decays(
-            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, EXACT
+            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, NARROW, EXACT
         )
         o_k = i_k + tl.arange(0, BK)
         tl.store(decay + (i_n.to(tl.int64) * H + i_h) * K + o_k, tl.exp2(total_0 + total_1))

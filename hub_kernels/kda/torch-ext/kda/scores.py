@@ -10,9 +10,12 @@ again, and the factors stay below 1 whatever the decays.
 Legend: T the BT tokens of a chunk, K key width; c is the running sum within each half, and decays are in base 2.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Tokens per chunk, tokens per half, both powers of two.
 BT = tl.constexpr(64)
 BC = tl.constexpr(32)
@@ -124,46 +127,81 @@ def product(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
+def split(x, EXACT: tl.constexpr):
+    """x as the sum of two bf16 parts, which hold 16 bits of any range; exact: x and zero."""
+    if EXACT:
+        return x, tl.zeros_like(x)
+    else:
+        high = x.to(tl.bfloat16)
+        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _bf16_dot(a, b):
+    if INTERPRETED:
+        # The interpreter's products of bfloat16 are wrong.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def split_dot(a_high, a_low, b, EXACT: tl.constexpr):
+    """a @ b for fp32 b, and a given by its two parts."""
+    if EXACT:
+        return tl.dot(a_high, b, input_precision="ieee")
+    else:
+        b_high, b_low = split(b, EXACT)
+        return _bf16_dot(a_high, b_high) + _bf16_dot(a_high, b_low) + _bf16_dot(a_low, b_high)
+
+
+@triton.jit
 def score_gradients(
-    dqk_TT, dkk_TT, dqk_transposed, dkk_transposed, q_TK, k_TK, c_TK, total_0, total_1,
+    dqk_high, dqk_low, dkk_high, dkk_low, beta_T, q_TK, k_TK, c_TK, total_0, total_1,
     NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the scores for some channels of q, of k as row (before beta) and of k as column, [BT, BK] each.
 
-    dqk and dkk, and their transposes with beta of the row in dkk's, are zero where there is no score.
+    dqk and dkk, each in two parts, are zero where there is no score.
     """
     o_t = tl.arange(0, BT)
     o_i, o_j = o_t[:, None], o_t[None, :]
-    second, columns_0 = o_i >= BC, o_j < BC
+    second = o_i >= BC
     if NARROW:
         # Within a half the reference is its middle; across, the boundary: the same factors but for one per channel.
         middle = tl.where(second, total_1[None, :], total_0[None, :]) * 0.5
         row, column = tl.exp2(c_TK - middle), tl.exp2(middle - c_TK)
-        b_k = k_TK * column
-        half_0, half_1 = tl.exp2(total_0 * 0.5)[None, :], tl.exp2(total_1 * 0.5)[None, :]
-        bridge = tl.where(second, half_0 * half_1, 1.0)
-        dq = bridge * wide_dot(tl.where(columns_0, dqk_TT, 0.0), b_k, EXACT)
-        dq = row * (dq + wide_dot(tl.where(columns_0, 0.0, dqk_TT), b_k, EXACT))
-        drow = bridge * wide_dot(tl.where(columns_0, dkk_TT, 0.0), b_k, EXACT)
-        drow = row * (drow + wide_dot(tl.where(columns_0, 0.0, dkk_TT), b_k, EXACT))
-        b_q, b_k = q_TK * row, k_TK * row
-        dcolumn = wide_dot(tl.where(columns_0, 0.0, dqk_transposed), b_q, EXACT)
-        dcolumn += wide_dot(tl.where(columns_0, 0.0, dkk_transposed), b_k, EXACT)
-        dcolumn *= tl.where(second, 1.0, half_0 * half_1)
-        dcolumn += wide_dot(tl.where(columns_0, dqk_transposed, 0.0), b_q, EXACT)
-        dcolumn += wide_dot(tl.where(columns_0, dkk_transposed, 0.0), b_k, EXACT)
+        across = tl.exp2((total_0 + total_1) * 0.5)[None, :]
+        bridge = tl.where(second, across, 1.0)
+        b_x = tl.where(second, 0.0, k_TK * column)
+        dq = bridge * split_dot(dqk_high, dqk_low, b_x, EXACT)
+        drow = bridge * split_dot(dkk_high, dkk_low, b_x, EXACT)
+        b_x = tl.where(second, k_TK * column, 0.0)
+        dq = row * (dq + split_dot(dqk_high, dqk_low, b_x, EXACT))
+        drow = row * (drow + split_dot(dkk_high, dkk_low, b_x, EXACT))
+        dqk_high, dqk_low = tl.trans(dqk_high), tl.trans(dqk_low)
+        dkk_high, dkk_low = tl.trans(dkk_high), tl.trans(dkk_low)
+        b_q, b_k = q_TK * row, k_TK * row * beta_T[:, None]
+        dcolumn = split_dot(dqk_high, dqk_low, tl.where(second, b_q, 0.0), EXACT)
+        dcolumn += split_dot(dkk_high, dkk_low, tl.where(second, b_k, 0.0), EXACT)
+        dcolumn *= tl.where(second, 1.0, across)
+        dcolumn += split_dot(dqk_high, dqk_low, tl.where(second, 0.0, b_q), EXACT)
+        dcolumn += split_dot(dkk_high, dkk_low, tl.where(second, 0.0, b_k), EXACT)
         return dq, drow, dcolumn * column
     else:
-        diagonal = tl.sum(tl.where(o_i == o_j, dqk_TT, 0.0), 1)[:, None]
+        diagonal = tl.sum(tl.where(o_i == o_j, dqk_high.to(tl.float32) + dqk_low.to(tl.float32), 0.0), 1)[:, None]
         dq = diagonal * k_TK
         drow = tl.zeros_like(k_TK)
         dcolumn = diagonal * q_TK
         for level in tl.static_range(LEVELS):
             row, column, here = _level(c_TK + tl.where(second, total_0[None, :], 0.0), level, EXACT)
-            dq += row * wide_dot(tl.where(here, dqk_TT, 0.0), k_TK * column, EXACT)
-            drow += row * wide_dot(tl.where(here, dkk_TT, 0.0), k_TK * column, EXACT)
-            dinside = wide_dot(tl.where(here, dqk_transposed, 0.0), q_TK * row, EXACT)
-            dcolumn += column * (dinside + wide_dot(tl.where(here, dkk_transposed, 0.0), k_TK * row, EXACT))
+            qk_high, qk_low = tl.where(here, dqk_high, 0.0), tl.where(here, dqk_low, 0.0)
+            kk_high, kk_low = tl.where(here, dkk_high, 0.0), tl.where(here, dkk_low, 0.0)
+            dq += row * split_dot(qk_high, qk_low, k_TK * column, EXACT)
+            drow += row * split_dot(kk_high, kk_low, k_TK * column, EXACT)
+            dlevel = split_dot(tl.trans(qk_high), tl.trans(qk_low), q_TK * row, EXACT)
+            dlevel += split_dot(tl.trans(kk_high), tl.trans(kk_low), k_TK * row * beta_T[:, None], EXACT)
+            dcolumn += column * dlevel
         return dq, drow, dcolumn
 
 
