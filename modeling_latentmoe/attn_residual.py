@@ -27,7 +27,9 @@ class ResidualNorm(RMSNorm):
         return self.weight.to(row_D.dtype) * row_D
 
 
-def mix(sources: tuple[torch.Tensor, ...], proj: ResidualProjection, norm: ResidualNorm) -> torch.Tensor:
+def mix(
+    sources: tuple[torch.Tensor, ...], proj: ResidualProjection, norm: ResidualNorm, kernels: str = "torch"
+) -> torch.Tensor:
     """Mix the snapshots and the running stream (last) [B, T, D] into the input of a sub-layer.
 
     The product of both weights scores the un-rounded normalised sources, while the raw sources are what is mixed. A
@@ -35,4 +37,4 @@ def mix(sources: tuple[torch.Tensor, ...], proj: ResidualProjection, norm: Resid
     """
     if len(sources) == 1:
         return sources[0]
-    return attn_residual(sources, norm(proj()), norm.eps)
+    return attn_residual(sources, norm(proj()), norm.eps, kernels)

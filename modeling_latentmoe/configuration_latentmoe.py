@@ -28,6 +28,9 @@ RELEASED_MODEL_TYPE = "kimi_k3"
 PACKED_FORMAT = "mxfp4-pack-quantized"
 MXFP4_GROUP = 32
 
+# Where fused operations come from, see kernel_loading.py.
+KERNELS = ("auto", "torch", "hub")
+
 LINEAR, FULL, INDEXED = "linear_attention", "full_attention", "indexed_attention"
 
 AUTO_MAP = {
@@ -376,11 +379,26 @@ class LatentMoETextConfig(PreTrainedConfig):
         """Let a composite model, whose config carries the quantization, decide `packed_experts` for its text part."""
         self._packed_by_root = packed
 
+    @property
+    def kernels(self) -> str:
+        """Where fused operations come from: "auto" (a kernel that is at hand, on CUDA devices), "torch" or "hub".
+
+        A choice of the process, like the attention implementation: it is read at every call and never saved.
+        """
+        return self.__dict__.get("_kernels", "auto")
+
+    @kernels.setter
+    def kernels(self, choice: str) -> None:
+        if choice not in KERNELS:
+            raise ValueError(f"kernels: {choice!r}, expected one of {', '.join(map(repr, KERNELS))}")
+        self._kernels = choice
+
     def is_moe_layer(self, layer: int) -> bool:
         return bool(self.num_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     def _without_private(self, out: dict[str, Any]) -> dict[str, Any]:
         out.pop("_packed_by_root", None)
+        out.pop("_kernels", None)
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -532,6 +550,15 @@ class LatentMoEConfig(PreTrainedConfig):
     def packed_experts(self) -> bool:
         """Whether expert weights stay MXFP4 in memory (a quantization config that does not ask for `dequantize`)."""
         return is_packed(getattr(self, "quantization_config", None))
+
+    @property
+    def kernels(self) -> str:
+        """Where fused operations come from, see `LatentMoETextConfig.kernels`."""
+        return self.text_config.kernels
+
+    @kernels.setter
+    def kernels(self, choice: str) -> None:
+        self.text_config.kernels = choice
 
     @classmethod
     def kimi_k3(cls) -> "LatentMoEConfig":

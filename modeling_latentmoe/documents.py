@@ -101,6 +101,14 @@ class Documents:
         return self._runs[1]
 
     @cached_property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Borders of the documents in the M real tokens, int32 [D + 1], from 0 to M; None for a single document."""
+        if len(self.length_D) == 1:
+            return None
+        ends = self.length_D.cumsum(0, dtype=torch.int32)
+        return torch.cat([ends.new_zeros(1), ends])
+
+    @cached_property
     def start_D(self) -> torch.Tensor:
         return self.length_D.cumsum(0) - self.length_D
 
@@ -114,12 +122,22 @@ class Documents:
         flat = x_M.new_zeros(B * T, *x_M.shape[1:])
         return flat.index_copy(0, self.token_M, x_M).unflatten(0, (B, T))
 
+    @cached_property
+    def _windows(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
+
     def window(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a causal window of `width` tokens reads, and what it must remember.
 
         Positions index the M real tokens followed by D * (width - 1) remembered ones (zeros for a fresh document).
         Returns index_MW (the window of every token, oldest first) and tail_DW (the last width - 1 of each document).
         """
+        # Every layer of a forward asks for the same.
+        if width not in self._windows:
+            self._windows[width] = self._window(width)
+        return self._windows[width]
+
+    def _window(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         M, device = len(self.token_M), self.token_M.device
         document_M = torch.repeat_interleave(torch.arange(len(self.length_D), device=device), self.length_D)
         place_M = torch.arange(M, device=device) - self.start_D[document_M]

@@ -14,7 +14,7 @@ from .cache import LayerCache
 from .configuration_latentmoe import LatentMoETextConfig
 from .documents import Documents
 from .layers import Float32Parameters
-from .ops import gated_rms_norm, kda_chunk, kda_gate, kda_step, short_conv
+from .ops import gated_rms_norm, kda_chunk, kda_step, short_conv
 
 # The released checkpoint stores A_log with its head axis zero-padded to a multiple of this.
 A_LOG_PADDING = 128
@@ -29,8 +29,9 @@ class ShortConvolution(Float32Parameters):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=torch.float32))
 
-    def forward(self, x_MP: torch.Tensor, index_MW: torch.Tensor, tail_XP: torch.Tensor) -> torch.Tensor:
-        return short_conv(x_MP, self.weight.squeeze(1), index_MW, tail_XP)
+    def forward(self) -> torch.Tensor:
+        """The taps [P, W]: those of q, k and v are applied together."""
+        return self.weight.squeeze(1)
 
 
 class GatedHeadNorm(Float32Parameters):
@@ -43,8 +44,8 @@ class GatedHeadNorm(Float32Parameters):
         self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return gated_rms_norm(x, gate, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, kernels: str) -> torch.Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps, kernels)
 
 
 class KimiDeltaAttention(Float32Parameters):
@@ -57,6 +58,7 @@ class KimiDeltaAttention(Float32Parameters):
 
     def __init__(self, config: LatentMoETextConfig):
         super().__init__()
+        self.config = config
         linear = config.linear_attn_config
         self.num_heads, self.head_dim = linear["num_heads"], linear["head_dim"]
         self.conv_width, self.gate_lower_bound = linear["short_conv_kernel_size"], config.gate_lower_bound
@@ -80,12 +82,9 @@ class KimiDeltaAttention(Float32Parameters):
     def forward(self, x_BTD: torch.Tensor, documents: Documents, cache: LayerCache | None = None) -> torch.Tensor:
         x_MD = documents.pack(x_BTD)
         q, k, v = self._convolve(x_MD, documents, cache)
-        z = self._heads(self.f_b_proj(self.f_a_proj(x_MD)))
-        g = kda_gate(z, self.A_log[: self.num_heads], self.dt_bias.view(self.num_heads, -1), self.gate_lower_bound)
-        wide = torch.promote_types(x_MD.dtype, torch.float32)
-        beta = torch.sigmoid(self.b_proj(x_MD).to(wide))
-        o = self._recur(q, k, v, g, beta, documents, cache)
-        o = self.o_norm(o, self._heads(self.g_proj(x_MD)))
+        z, beta = self._heads(self.f_b_proj(self.f_a_proj(x_MD))), self.b_proj(x_MD)
+        o = self._recur(q, k, v, z, beta, documents, cache)
+        o = self.o_norm(o, self._heads(self.g_proj(x_MD)), self.config.kernels)
         return documents.unpack(self.o_proj(o.flatten(1)))
 
     def _heads(self, x_MP: torch.Tensor) -> torch.Tensor:
@@ -93,29 +92,33 @@ class KimiDeltaAttention(Float32Parameters):
 
     def _convolve(self, x_MD, documents: Documents, cache: LayerCache | None) -> list[torch.Tensor]:
         """Projections of q, k, v, each through its short convolution; the cache keeps the last inputs of each."""
-        index_MW, tail_XW = documents.window(self.conv_width)
-        out = []
-        for name in "qkv":
-            projected = getattr(self, f"{name}_proj")(x_MD)
-            old = cache.get(f"{name}_conv") if cache is not None else None
-            if old is None:
-                tail = projected.new_zeros(len(documents.length_D), self.conv_width - 1, projected.shape[-1])
-            else:
-                tail = old[documents.row_D]
-            tail = tail.flatten(0, 1)
-            out.append(self._heads(getattr(self, f"{name}_conv1d")(projected, index_MW, tail)))
-            if cache is not None:
-                new = torch.cat([projected, tail.to(projected.dtype)])[tail_XW]
-                cache.set(f"{name}_conv", _put_rows(old, new, documents))
-        return out
+        projected = tuple(proj(x_MD) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        taps = tuple(conv() for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
+        names = ("q_conv", "k_conv", "v_conv")
+        tails = None
+        if cache is not None and cache.get("q_conv") is not None:
+            tails = tuple(cache.get(name)[documents.row_D] for name in names)
+        if cache is not None:
+            self._remember(names, projected, tails, documents, cache)
+        return [self._heads(x_MP) for x_MP in short_conv(projected, taps, documents, tails, self.config.kernels)]
 
-    def _recur(self, q, k, v, g, beta, documents: Documents, cache: LayerCache | None) -> torch.Tensor:
+    def _remember(self, names, projected, tails, documents: Documents, cache: LayerCache) -> None:
+        _, tail_XW = documents.window(self.conv_width)
+        for i, (name, new_MP) in enumerate(zip(names, projected, strict=True)):
+            old_XP = new_MP.new_zeros(tail_XW.numel(), new_MP.shape[1]) if tails is None else tails[i].flatten(0, 1)
+            kept_XWP = torch.cat([new_MP, old_XP.to(new_MP.dtype)])[tail_XW]
+            cache.set(name, _put_rows(cache.get(name), kept_XWP, documents))
+
+    def _recur(self, q, k, v, z, beta, documents: Documents, cache: LayerCache | None) -> torch.Tensor:
         old = cache.get("state") if cache is not None else None
+        gate = self.A_log[: self.num_heads], self.dt_bias.view(self.num_heads, -1), self.gate_lower_bound
+        kernels = self.config.kernels
         one_token_a_row = documents.ids_BT.shape[1] == 1 and documents.valid_BT is None
         if old is not None and one_token_a_row:
-            o, state = kda_step(q, k, v, g, beta, old)
+            o, state = kda_step(q, k, v, z, beta, *gate, old, kernels)
         else:
-            o, state = kda_chunk(q, k, v, g, beta, documents, None if old is None else old[documents.row_D])
+            past = None if old is None else old[documents.row_D]
+            o, state = kda_chunk(q, k, v, z, beta, *gate, documents, past, cache is not None, kernels)
         if cache is not None:
             cache.set("state", _put_rows(old, state, documents))
         return o

@@ -39,6 +39,7 @@ from .layers import MLP, RMSNorm
 from .mla import GatedLatentAttention
 from .moe import Experts, LatentMoE, Router
 from .mxfp4 import assert_packed
+from .ops import linear_cross_entropy
 from .saving import staged
 from .vision import PositionEmbedding, Projector, VisionTower
 
@@ -84,6 +85,7 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: LatentMoETextConfig, layer: int):
         super().__init__()
+        self.config = config
         D, eps = config.hidden_size, config.rms_norm_eps
         self.is_linear = config.layer_types[layer] == LINEAR
         self.starts_block = layer % config.attn_res_block_size == 0
@@ -109,7 +111,8 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
 
         Returns the new stream, snapshots and index, then router logits [B * T, E] and expert load [E] (None if dense).
         """
-        x = mix((*snapshots, stream_BTD), self.self_attention_res_proj, self.self_attention_res_norm)
+        kernels = self.config.kernels
+        x = mix((*snapshots, stream_BTD), self.self_attention_res_proj, self.self_attention_res_norm, kernels)
         if self.starts_block:
             snapshots, stream_BTD = (*snapshots, stream_BTD), None
         if self.is_linear:
@@ -119,7 +122,7 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
             index = index if chosen is None else chosen
         stream_BTD = attended if stream_BTD is None else stream_BTD + attended
 
-        y = mix((*snapshots, stream_BTD), self.mlp_res_proj, self.mlp_res_norm)
+        y = mix((*snapshots, stream_BTD), self.mlp_res_proj, self.mlp_res_norm, kernels)
         y = self.post_attention_layernorm(y)
         if self.is_moe:
             fed, router_logits, load = self.block_sparse_moe(y, documents.valid_BT)
@@ -319,7 +322,8 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
                 loads.append(load)
         if cache is not None:
             cache.remember(documents.ids_BT)
-        h = self.norm(mix((*snapshots, stream), self.output_attn_res_proj, self.output_attn_res_norm))
+        mixed = mix((*snapshots, stream), self.output_attn_res_proj, self.output_attn_res_norm, self.config.kernels)
+        h = self.norm(mixed)
         want_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         want_logits = self.config.output_router_logits if output_router_logits is None else output_router_logits
         return LatentMoEOutput(
@@ -349,6 +353,18 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
         return LatentMoECache(len(self.layers)) if cache is None and wanted else cache
 
 
+class LanguageModelHead(nn.Linear):
+    """Logits [..., V] of hidden states, or with targets [N] of hidden states [N, D] their losses, in fp32.
+
+    Both are one module's forward because only there FSDP has its weight at hand.
+    """
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor | None = None, kernels: str = "torch") -> torch.Tensor:
+        if target is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, target, kernels=kernels)
+
+
 class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
     """Text decoder with its language-model head: a model of its own, and `language_model` of the composite."""
 
@@ -358,7 +374,7 @@ class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
     def __init__(self, config: LatentMoETextConfig):
         super().__init__(config)
         self.model = LatentMoEModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
         if config.packed_experts:
             self._weight_conversions = packed_converters()
         self.post_init()
@@ -376,12 +392,17 @@ class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
         past_key_values: LatentMoECache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        return_logits: bool = True,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         **kwargs,
     ) -> LatentMoECausalLMOutput:
         """Arguments of `LatentMoEModel.forward`, and labels int64 [B, T] (-100 = no loss; shifted here, never across
-        documents); logits_to_keep: only the last so many positions, or these positions."""
+        documents); logits_to_keep: only the last so many positions, or these positions; return_logits False: only
+        the loss, for which the logits of all positions are never held together. The loss is a mean over the labelled
+        tokens, or their sum / num_items_in_batch when a trainer gives the global count."""
+        if labels is None and not return_logits:
+            raise ValueError("return_logits: False leaves nothing to return without labels")
         ignore_index = kwargs.pop("ignore_index", -100)
         borders = {"attention_mask": attention_mask, "position_ids": position_ids, "cu_seqlens": cu_seqlens}
         out = self.model(
@@ -395,16 +416,28 @@ class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
             output_router_logits=output_router_logits,
             **kwargs,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, keep])
-        loss = None
+        hidden = out.last_hidden_state
+        # Another head, such as one that PEFT wraps to train an adapter on it, gives nothing but logits.
+        fused = not return_logits and isinstance(self.lm_head, LanguageModelHead)
+        loss = logits = None
+        if not fused:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep])
         if labels is not None:
-            if logits.shape[1] != labels.shape[1]:
+            if logits is not None and logits.shape[1] != labels.shape[1]:
                 raise ValueError("logits_to_keep: cannot be combined with labels")
-            loss = causal_lm_loss(logits, labels, ignore_index, **borders, **kwargs)
+            target = next_tokens(labels.to(hidden.device), ignore_index, **borders, **kwargs)
+            predicted = target != ignore_index
+            if fused:
+                losses = self.lm_head(hidden[:, :-1][predicted], target[predicted], self.config.kernels)
+                total = losses.sum()
+            else:
+                total = cross_entropy_sum(logits, target, ignore_index)
+            count = kwargs.get("num_items_in_batch")
+            loss = total / (predicted.sum().clamp(min=1) if count is None else count)
         return LatentMoECausalLMOutput(
             loss=loss,
-            logits=logits,
+            logits=logits if return_logits else None,
             hidden_states=out.hidden_states,
             router_logits=out.router_logits,
             expert_load=out.expert_load,
@@ -467,6 +500,7 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         past_key_values: LatentMoECache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        return_logits: bool = True,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         **kwargs,
@@ -489,6 +523,7 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
             cache=cache,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            return_logits=return_logits,
             output_hidden_states=output_hidden_states,
             output_router_logits=output_router_logits,
             ignore_index=self.config.ignore_index,
@@ -584,20 +619,15 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         return input_ids, model_kwargs
 
 
-def causal_lm_loss(
-    logits: torch.Tensor,
+def next_tokens(
     labels: torch.Tensor,
-    ignore_index: int = -100,
-    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """Next-token cross-entropy in fp32; the first token of a document is never predicted from the one before it.
-
-    Mean over the labelled tokens, or their sum / num_items_in_batch when a trainer gives the global count.
-    """
+    """The label of the token after each, [B, T - 1]: the first of a document is not predicted from another one."""
     documents = Documents.of_batch(
         labels.shape,
         labels.device,
@@ -605,15 +635,16 @@ def causal_lm_loss(
         position_ids=position_ids,
         cu_seqlens=_boundaries(cu_seqlens, position_ids, kwargs),
     )
-    ids_BT = documents.ids_BT.to(logits.device)
+    ids_BT = documents.ids_BT
     continues = (ids_BT[:, 1:] == ids_BT[:, :-1]) & (ids_BT[:, 1:] != PADDING)
-    target = labels[:, 1:].to(logits.device).masked_fill(~continues, ignore_index)
+    return labels[:, 1:].masked_fill(~continues, ignore_index)
+
+
+def cross_entropy_sum(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Sum over the targets [B, T - 1] of the cross-entropy with the logits [B, T, V] before them, in fp32."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     predicted = logits[:, :-1].flatten(0, 1).to(wide)
-    total = F.cross_entropy(predicted, target.flatten(), ignore_index=ignore_index, reduction="sum")
-    if num_items_in_batch is None:
-        num_items_in_batch = (target != ignore_index).sum().clamp(min=1)
-    return total / num_items_in_batch
+    return F.cross_entropy(predicted, target.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
 # What trainers, collators and `generate` pass to any model, and what has no meaning or no effect here.

@@ -1,10 +1,12 @@
 """The one seam between the model and its kernels: every fused operation is named here once.
 
 Each function is the readable torch definition, which is also what kernels are tested against. Statistics and
-accumulations run in `promote_types(dtype, float32)`, so everything also runs in float64.
+accumulations run in `promote_types(dtype, float32)`, so everything also runs in float64. Those that take `kernels`,
+the caller's choice "auto", "torch" or "hub" (`config.kernels`), first ask for a kernel (kernel_loading.py).
 
-Legend: B batch, T tokens, S keys, D model width, M real tokens of all documents in order, N chunks (or heads, in
-        attention), C tokens per chunk, H heads, K key width, V value width, W convolution width, F hidden width.
+Legend: B batch, T tokens, S keys, D model width (of states and tails: documents), M real tokens of all documents in
+        order, N chunks (heads in attention, predicted tokens in a loss), C tokens per chunk, H heads, K key width,
+        V value width (or vocabulary, in a loss), W convolution width, P convolution channels, F hidden width.
         In the mixture of experts: E experts, S chosen experts per token, G groups of experts, L latent width,
         R routed rows sorted by expert, I and O input and output width of a matrix, r adapter rank.
 """
@@ -16,13 +18,22 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .documents import Documents
+from .kernel_loading import kernel_for
 from .mxfp4 import decode
 
 # Tokens per KDA chunk. Decays are formed as exponents of differences inside a chunk, a [C, C, K] tensor per head.
 KDA_CHUNK = 16
 L2_EPS = 1e-6
+# Widths of keys and values, and of convolutions, for which there are kernels.
+KDA_KERNEL_WIDTHS = ((128, 128), (64, 64))
+CONV_KERNEL_WIDTHS = range(2, 9)
+# The longest row that a norm or mixture kernel holds.
+ROW_KERNEL_WIDTH = 16384
+# Logits held at a time by `linear_cross_entropy`.
+LOGIT_BYTES = 256 * 2**20
 # CPU matrix products round a row differently when the number of rows changes, but not (as measured, in fp32, bf16 and
 # fp64) among multiples of this: a token's result does not depend on how many other tokens its expert got.
 ROW_TILE = 16
@@ -65,9 +76,17 @@ def glu(gate: torch.Tensor, up: torch.Tensor, config) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def _row_problem(x: torch.Tensor) -> str | None:
+    return None if x.shape[-1] <= ROW_KERNEL_WIDTH else f"rows are {x.shape[-1]} wide, over {ROW_KERNEL_WIDTH}"
+
+
 @full_precision
-def attn_residual(sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: float) -> torch.Tensor:
+def attn_residual(
+    sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: float, kernels: str = "torch"
+) -> torch.Tensor:
     """softmax_j(rms_norm(V_j) . score) mixture of the raw sources V_j [B, T, D], in fp32, rounded once."""
+    if kernel := kernel_for("residual", kernels, *sources, problem=_row_problem(sources[0])):
+        return kernel.attn_residual(sources, score_D, eps)
     wide = [_wide(v) for v in sources]
     normed = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) for v in wide]
     score_JBT = torch.stack([(k * score_D).sum(-1) for k in normed])
@@ -77,8 +96,12 @@ def attn_residual(sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: f
 
 
 @full_precision
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str = "torch"
+) -> torch.Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last axis, all in fp32, rounded once to x.dtype."""
+    if kernel := kernel_for("residual", kernels, x, gate, problem=_row_problem(x)):
+        return kernel.gated_rms_norm(x, gate, weight, eps)
     x32 = _wide(x)
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight
     return (y * torch.sigmoid(_wide(gate))).to(x.dtype)
@@ -86,16 +109,31 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
 
 @full_precision
 def short_conv(
-    x_MD: torch.Tensor, weight_DW: torch.Tensor, index_MW: torch.Tensor, tail_XD: torch.Tensor
-) -> torch.Tensor:
-    """Causal depthwise convolution and SiLU, fp32 inside; windows never leave a document.
+    inputs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    documents: Documents,
+    tails: tuple[torch.Tensor, ...] | None = None,
+    kernels: str = "torch",
+) -> tuple[torch.Tensor, ...]:
+    """Causal depthwise convolution and SiLU of each input [M, P] with its weight [P, W], fp32 inside.
 
-    index_MW positions tokens in [x_MD; tail_XD] (`Documents.window`), tap W - 1 being the current token.
+    Tap W - 1 meets the current token, and windows never leave a document: before its first token they read its tail
+    [D, W - 1, P], the last inputs of earlier calls, or zeros where there are no tails.
     """
-    source = torch.cat([x_MD, tail_XD.to(x_MD.dtype)])
-    wide = torch.promote_types(x_MD.dtype, torch.float32)
-    y = sum(source[index_M].to(wide) * weight_DW[:, tap] for tap, index_M in enumerate(index_MW.unbind(1)))
-    return F.silu(y).to(x_MD.dtype)
+    W = weights[0].shape[1]
+    problem = None if W in CONV_KERNEL_WIDTHS else f"the convolution is {W} wide, not 2 to 8"
+    if kernel := kernel_for("kda", kernels, *inputs, *(tails or ()), problem=problem):
+        return kernel.short_conv(inputs, weights, cu_seqlens=documents.cu_seqlens, tails=tails)
+    index_MW, _ = documents.window(W)
+    if tails is None:
+        tails = tuple(x_MP.new_zeros(len(documents.length_D), W - 1, x_MP.shape[1]) for x_MP in inputs)
+    outputs = []
+    for x_MP, weight_PW, tail_DWP in zip(inputs, weights, tails, strict=True):
+        source = torch.cat([x_MP, tail_DWP.flatten(0, 1).to(x_MP.dtype)])
+        wide = torch.promote_types(x_MP.dtype, torch.float32)
+        y = sum(source[index_M].to(wide) * weight_PW[:, tap] for tap, index_M in enumerate(index_MW.unbind(1)))
+        outputs.append(F.silu(y).to(x_MP.dtype))
+    return tuple(outputs)
 
 
 def kda_gate(
@@ -118,8 +156,70 @@ def _kda_inputs(q, k, v, g, beta):
     return q, k, v, g, beta
 
 
+def _kda_problem(k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the kernels cannot compute heads of this width, if so."""
+    widths = k.shape[-1], v.shape[-1]
+    return None if widths in KDA_KERNEL_WIDTHS else f"heads are {widths[0]} and {widths[1]} wide, not 128 or 64"
+
+
 @full_precision
 def kda_step(
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    z_BHK: torch.Tensor,
+    beta_BH: torch.Tensor,
+    A_log_H: torch.Tensor,
+    dt_bias_HK: torch.Tensor,
+    lower_bound: float | None,
+    state_BHKV: torch.Tensor,
+    kernels: str = "torch",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of KDA from what its projections give: raw q, k (normalised here), z (see `kda_gate`) and beta logits.
+
+    Returns (o [B, H, V], new state); the state is fp32.
+    """
+    token = q_BHK, k_BHK, v_BHV, z_BHK, beta_BH
+    if kernel := kernel_for("kda", kernels, *token, problem=_kda_problem(k_BHK, v_BHV)):
+        return kernel.step_kda(*token, A_log_H, dt_bias_HK, state_BHKV, lower_bound)
+    g_BHK = kda_gate(z_BHK, A_log_H, dt_bias_HK, lower_bound)
+    return delta_step(q_BHK, k_BHK, v_BHV, g_BHK, torch.sigmoid(_wide(beta_BH)), state_BHKV)
+
+
+@full_precision
+def kda_chunk(
+    q_MHK: torch.Tensor,
+    k_MHK: torch.Tensor,
+    v_MHV: torch.Tensor,
+    z_MHK: torch.Tensor,
+    beta_MH: torch.Tensor,
+    A_log_H: torch.Tensor,
+    dt_bias_HK: torch.Tensor,
+    lower_bound: float | None,
+    documents: Documents,
+    state_DHKV: torch.Tensor | None = None,
+    keep_state: bool = True,
+    kernels: str = "torch",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`kda_step` over whole documents. Returns (o [M, H, V], final states, or None unless `keep_state`)."""
+    tokens = q_MHK, k_MHK, v_MHV, z_MHK, beta_MH
+    if kernel := kernel_for("kda", kernels, *tokens, problem=_kda_problem(k_MHK, v_MHV)):
+        o_1MHV, state_DHKV = kernel.chunk_kda(
+            *(x.unsqueeze(0) for x in tokens),
+            A_log_H,
+            dt_bias_HK,
+            lower_bound=lower_bound,
+            cu_seqlens=documents.cu_seqlens,
+            initial_state=state_DHKV,
+            output_final_state=keep_state,
+        )
+        return o_1MHV.squeeze(0), state_DHKV
+    g_MHK = kda_gate(z_MHK, A_log_H, dt_bias_HK, lower_bound)
+    o_MHV, state_DHKV = delta_chunk(q_MHK, k_MHK, v_MHV, g_MHK, torch.sigmoid(_wide(beta_MH)), documents, state_DHKV)
+    return o_MHV, state_DHKV if keep_state else None
+
+
+def delta_step(
     q_BHK: torch.Tensor,
     k_BHK: torch.Tensor,
     v_BHV: torch.Tensor,
@@ -139,8 +239,7 @@ def kda_step(
     return torch.einsum("bhkv,bhk->bhv", state, q).to(dtype), state
 
 
-@full_precision
-def kda_chunk(
+def delta_chunk(
     q_MHK: torch.Tensor,
     k_MHK: torch.Tensor,
     v_MHV: torch.Tensor,
@@ -149,7 +248,7 @@ def kda_chunk(
     documents: Documents,
     state_DHKV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The KDA recurrence of `kda_step` over whole documents, chunk by chunk. Returns (o [M, H, V], final states).
+    """The recurrence of `delta_step` over whole documents, chunk by chunk. Returns (o [M, H, V], final states).
 
     Inside a chunk the updates solve a unit lower triangular system (WY form), by forward substitution: powers of the
     triangle lose all accuracy at real decays. Every decay is the exponential of a difference that is never positive.
@@ -409,3 +508,29 @@ def expert_mlp(
     y_TSL = y_RL.new_zeros(tokens * slots, y_RL.shape[1]).index_copy_(0, order_R, y_RL[place_R])
     y_TSL = y_TSL.unflatten(0, (tokens, slots))
     return (_wide(y_TSL) * _wide(weights_TS).unsqueeze(-1)).sum(1)
+
+
+def linear_cross_entropy(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_N: torch.Tensor,
+    ignore_index: int = -100,
+    kernels: str = "torch",
+) -> torch.Tensor:
+    """Cross-entropy of softmax(hidden @ weight^T) with the target of every row, [N] in fp32; 0 where it is ignored.
+
+    Logits are rounded to the dtype of `hidden`, as those of a linear layer are. A bounded number of rows has them at a
+    time, in forward and again in backward, so neither all logits nor their gradients are ever held.
+    """
+    problem = "the language-model head is trained" if weight_VD.requires_grad and torch.is_grad_enabled() else None
+    if kernel := kernel_for("linear_cross_entropy", kernels, hidden_ND, weight_VD, problem=problem):
+        return kernel.linear_cross_entropy(hidden_ND, weight_VD, target_N, ignore_index=ignore_index)
+
+    def losses(hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
+        logits_nV = _wide(F.linear(hidden_nD, weight_VD))
+        return F.cross_entropy(logits_nV, target_n, ignore_index=ignore_index, reduction="none")
+
+    row_bytes = len(weight_VD) * torch.promote_types(hidden_ND.dtype, torch.float32).itemsize
+    rows = max(ROW_TILE, LOGIT_BYTES // row_bytes // ROW_TILE * ROW_TILE)
+    parts = zip(hidden_ND.split(rows), target_N.split(rows), strict=True)
+    return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

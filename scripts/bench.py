@@ -35,7 +35,7 @@ import torch
 from PIL import Image
 
 from modeling_latentmoe import chat_latentmoe as chat
-from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
+from modeling_latentmoe.configuration_latentmoe import KERNELS, LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import RESERVED_TOKENS
 from modeling_latentmoe.training.commands import Parser, run_command
@@ -165,7 +165,7 @@ def layers(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = snapshot(Path(args.workdir), released, chosen(list(range(4)), list(owned), rest=True))
     device = torch.device(args.device)
     began = time.perf_counter()
-    model = load_model(str(folder), "bf16", 0, args.ep)
+    model = load_model(str(folder), "bf16", 0, args.ep, args.kernels)
     loaded = time.perf_counter() - began
     model = add_adapter(model.to(device), r=16, lora_alpha=32, expert_rank=2)
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +176,7 @@ def layers(args: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in range(2 if device.type == "cuda" else 1):
         model.zero_grad()
         with timed(device, row, "forward_s"):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(input_ids=ids, labels=ids, return_logits=False).loss
         with timed(device, row, "backward_s"):
             loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -286,6 +286,7 @@ def train(args: argparse.Namespace, model: Path, data: Path, output: Path) -> No
     command += ["--model", str(model), "--dataset", str(data), "--output_dir", str(output), "--ep", str(args.ep)]
     command += ["--dtype", dtype, "--expert_rank", "2", "--gradient_checkpointing", "full", "--lr", "1e-4"]
     command += ["--packing", "--batch_size", "1", "--max_length", str(args.tokens), "--max_steps", str(STEPS)]
+    command += ["--kernels", args.kernels]
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {})}
     if subprocess.run(command, cwd=ROOT, env=environment).returncode:
         raise OSError("training failed, see above")
@@ -356,6 +357,9 @@ def bench(argv: Sequence[str]) -> None:
             command.add_argument("--cpu_fsdp", default="tests/dist/cpu_fsdp.py", help="what starts FSDP2 on CPU")
         if name != "shares":
             command.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
+            command.add_argument(
+                "--kernels", default="auto", choices=KERNELS, help="as of scripts/lora.py (default auto)"
+            )
     command = commands.add_parser("load", help=load.__doc__)
     command.add_argument("folder", help="a folder that `from_pretrained` loads")
     command.add_argument("--ep", type=int, default=1, help="ranks that share the experts (default 1)")

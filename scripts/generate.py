@@ -67,6 +67,9 @@ class Arguments:
     temperature: float = option(0.0, "0 always takes the most likely token")
     seed: int = option(0, "seed of sampling")
     dtype: Literal["fp32", "bf16"] = option("fp32", "precision of the weights")
+    kernels: Literal["auto", "torch", "hub"] = option(
+        "auto", "fused operations on CUDA: kernels that are at hand, none, or those on the Hub, downloaded"
+    )
     traceback: bool = option(False, "show where in the code an error was raised")
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ def answer(args: Arguments, argv: Sequence[str]) -> None:
         return_dict=True,
         return_tensors="pt",
     )
-    model = load_model(args.model, args.dtype)
+    model = load_model(args.model, args.dtype, kernels=args.kernels)
     if args.adapter:
         model = load_adapter(model, args.adapter)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

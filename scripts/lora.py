@@ -74,6 +74,9 @@ class Arguments:
     skip_bad_images: bool = option(False, "leave out rows with an unreadable image and count them")
     thinking: bool = option(False, "train and evaluate with the think channel of the chat format")
     dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "precision of frozen weights; adapters: fp32, or fp64 too")
+    kernels: Literal["auto", "torch", "hub"] = option(
+        "auto", "fused operations on CUDA: kernels that are at hand, none, or those on the Hub, downloaded"
+    )
     ep: int = option(1, "expert-parallel degree: so many processes share the experts of every layer")
     capacity_factor: float | None = option(None, "drop a process' tokens beyond this times an expert's even share")
     balance: Literal["none", "auxiliary", "quantile"] = option(
@@ -225,7 +228,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         held_out = data.Chats(Rows(name, eval_source, rank, world), eval_folder, limit, args.skip_bad_images)
 
     # Model: frozen weights, fp32 adapters, one learning rate per kind of layer.
-    base = load_model(args.model, args.dtype, mesh.get_local_rank("ep"), args.ep)
+    base = load_model(args.model, args.dtype, mesh.get_local_rank("ep"), args.ep, args.kernels)
     identity = lora.base_identity(base, args.model)
     check_same_start({**settings, **identity, "checkpoint": str(resume_from)})
     storage = storage_report(base)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from modeling_latentmoe.chat_latentmoe import parse_message
 from modeling_latentmoe.training.data import Chat, Sample, encode_chat, encode_prompt, pad, with_images
-from modeling_latentmoe.training.loss import count_loss_tokens, global_sum, token_loss_sum
+from modeling_latentmoe.training.loss import count_loss_tokens, global_sum
 
 # what a process evaluates while others still have chats and it has none: they may need its experts or its weights
 IDLE = Chat("idle", [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}])
@@ -44,12 +44,11 @@ def evaluate(
         if not any(global_sum(accelerator, len(group))):
             break
         batch = encode(model, [encode_chat(processor, chat, thinking) for chat in group or [IDLE]], processor)
-        labels_BT = batch.pop("labels")
-        loss = token_loss_sum(model(**batch).logits, labels_BT)
+        loss = model(**batch, num_items_in_batch=1, return_logits=False).loss
         answers = generate_answers(accelerator, model, processor, group or [IDLE], max_new_tokens, thinking)
         right = sum(answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=False))
         if group:
-            counts = [loss.item(), count_loss_tokens(labels_BT), right, len(group)]
+            counts = [loss.item(), count_loss_tokens(batch["labels"]), right, len(group)]
             sums += torch.tensor(counts, dtype=torch.float64)
     for module in model.modules():
         # FSDP keeps what it gathered, always at the root, for a backward pass that does not come

@@ -61,14 +61,15 @@ def load_config(model: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(_local(model), trust_remote_code=True)
 
 
-def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1) -> PreTrainedModel:
+def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1, kernels: str = "auto") -> PreTrainedModel:
     """The image-text-to-text model of `model` (a local folder, a Hub id or a URL) in "fp64", "fp32" or "bf16".
 
     With an expert-parallel degree n above 1 this process, rank r, holds and reads experts [r * E / n, (r + 1) * E / n)
     of every layer only. So read, range by range, are also checkpoints that do not fit in memory and those at a URL,
-    such as s3://bucket/folder or https://host/folder. Only the code is fetched under the lock; the weights are read
-    by all processes at the same time. Raises ValueError or OSError, in one line that names the file, for a checkpoint
-    that is not whole or a degree that does not divide the number of experts.
+    such as s3://bucket/folder or https://host/folder. Only the code is fetched under the lock; the weights are read by
+    all processes at the same time. kernels: where fused operations come from (kernel_loading.py). Raises ValueError or
+    OSError, in one line that names the file, for a checkpoint that is not whole or a degree that does not divide the
+    number of experts.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}")
@@ -76,6 +77,7 @@ def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1) -> 
     with remote_code_lock():
         place = _local(model)
         config = AutoConfig.from_pretrained(place, trust_remote_code=True)
+        config.kernels = kernels
         reference = getattr(config, "auto_map", {}).get("AutoModelForImageTextToText")
         if reference is None:
             raise ValueError(f"{model}/config.json: auto_map has no AutoModelForImageTextToText to load")

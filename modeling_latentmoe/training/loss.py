@@ -1,6 +1,6 @@
 """The loss rule: every trained token of a step weighs the same, wherever it is computed.
 
-Shapes: B batch, T tokens, V vocab, E experts.
+Shapes: B batch, T tokens, E experts.
 
 A step accumulates micro-batches on each of `dp_size` processes. With n the number of trained tokens of all
 of them together, the loss of the step is (sum of all token losses) / n. Each process backpropagates
@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -28,16 +27,6 @@ IGNORE = -100
 def count_loss_tokens(labels_BT: Tensor) -> int:
     """Number of positions that are predicted: labels are shifted by one, so the first of a row never is."""
     return int((labels_BT[:, 1:] != IGNORE).sum())
-
-
-def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Sum (not mean) of the cross-entropies of the predicted positions, at least in fp32; 0 when there is
-    none."""
-    targets_BT = labels_BT[:, 1:]
-    chosen_BT = targets_BT != IGNORE
-    logits_NV = logits_BTV[:, :-1][chosen_BT]
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(logits_NV, targets_BT[chosen_BT], reduction="sum")
 
 
 def global_sum(accelerator: Accelerator, *counts: int) -> list[int]:
@@ -78,11 +67,12 @@ def backpropagate(
     loads, dropped = [], 0
     for i, batch in enumerate(window):
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-        labels_BT = batch.pop("labels")
         # gradients travel between processes once per step, with the last micro-batch
         with nullcontext() if i == len(window) - 1 else accelerator.no_sync(model):
-            output = model(**batch, output_router_logits=balancing is not None)
-            loss = token_loss_sum(output.logits, labels_BT)
+            output = model(
+                **batch, num_items_in_batch=1, return_logits=False, output_router_logits=balancing is not None
+            )
+            loss = output.loss
             auxiliary = torch.zeros_like(loss)
             if balancing is not None:
                 mask_BT = batch.get("attention_mask")

@@ -28,7 +28,7 @@ from modeling_latentmoe.training.expert_adapters import (
 from modeling_latentmoe.training.expert_parallel import AllToAll, count_drops, drop_excess, expert_parallel
 from modeling_latentmoe.training.gradients import clip_grad_norm, exclude_experts_from_ddp, reduce_expert_gradients
 from modeling_latentmoe.training.loading import checkpoint_activations
-from modeling_latentmoe.training.loss import IGNORE, count_loss_tokens, token_loss_sum
+from modeling_latentmoe.training.loss import IGNORE, count_loss_tokens
 from modeling_latentmoe.training.mesh import build_mesh, is_expert, owned_experts
 from modeling_latentmoe.training.streaming import restrict_experts
 
@@ -134,10 +134,9 @@ def build(dtype: torch.dtype, checkpointing: bool, ep_rank: int, ep_degree: int)
 
 def step(model: torch.nn.Module, batch: dict[str, Tensor], world: int) -> dict:
     """Forward and backward by the loss rule; logits, sum of token losses and expert load of this process."""
-    labels = batch.pop("labels")
     tokens = sum(count_loss_tokens(batch["labels"]) for batch in batches_of(1))
-    output = model(**batch)
-    loss = token_loss_sum(output.logits, labels)
+    output = model(**batch, num_items_in_batch=1)
+    loss = output.loss
     (loss * world / tokens).backward()
     return {"logits": output.logits.detach()[0].clone(), "loss": loss.item() / tokens, "load": output.expert_load}
 

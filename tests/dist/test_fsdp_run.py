@@ -150,7 +150,7 @@ def test_units_and_gathers(run: tuple[Path, list[dict]]) -> None:
         assert found["units"] == {
             "LatentMoEDecoderLayer": LAYERS,
             "LatentMoEVisionBlock": BLOCKS,
-            **dict.fromkeys(("Embedding", "Linear", "PeftModel"), 1),
+            **dict.fromkeys(("Embedding", "LanguageModelHead", "PeftModel"), 1),
         }
         assert found["gathers"] == [2 * (found["units"].total() + LAYERS + 1)] * STEPS
 

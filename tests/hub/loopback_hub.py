@@ -1,16 +1,16 @@
 """A small Hub on the loopback interface: what `huggingface_hub` needs to push and pull over real HTTP.
 
-It keeps every commit in memory and serves models and datasets. Nothing is authenticated: each request is
+It keeps every commit in memory and serves models, datasets and kernels. Nothing is authenticated: each request is
 the user `user`. Start it with `LoopbackHub()`, point clients at `hub.url` through `HF_ENDPOINT` (read by the
 client when it is imported, so in a subprocess), and stop it with `hub.close()`.
 
-Routes, `KIND` being `models` or `datasets` and the `datasets/` prefix absent for models:
+Routes, `KIND` being `models`, `datasets` or `kernels`, which is a prefix elsewhere but absent for models:
 
     GET  /api/whoami-v2                                  POST /api/repos/create, /api/validate-yaml
-    POST /api/KIND/ID/preupload/REV, /commit/REV, /paths-info/REV
-    POST /[datasets/]ID.git/info/lfs/objects/batch       PUT  /lfs/SHA256
+    POST /api/KIND/ID/preupload/REV, /commit/REV, /paths-info/REV, /branch/NAME
+    POST /[KIND/]ID.git/info/lfs/objects/batch           PUT  /lfs/SHA256
     GET  /api/KIND/ID[/revision/REV], /tree/REV[/DIR], /refs
-    GET or HEAD /[datasets/]ID/resolve/REV/FILE          with ETag, X-Repo-Commit and byte ranges
+    GET or HEAD /[KIND/]ID/resolve/REV/FILE              with ETag, X-Repo-Commit and byte ranges
 """
 
 import base64
@@ -48,16 +48,20 @@ class Blob:
 
 @dataclass
 class Repo:
-    """Commits of one repository, each a complete mapping from path to blob."""
+    """Commits of one repository, each a complete mapping from path to blob, and the newest of each branch."""
 
-    head: str
+    branches: dict[str, str] = field(default_factory=lambda: {"main": ""})
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
 
-    def commit(self, files: dict[str, Blob]) -> str:
-        seed = self.head + "".join(sorted(f"{path}{blob.oid}" for path, blob in files.items()))
-        self.head = hashlib.sha1(seed.encode()).hexdigest()
-        self.commits[self.head] = files
-        return self.head
+    @property
+    def head(self) -> str:
+        return self.branches["main"]
+
+    def commit(self, files: dict[str, Blob], branch: str = "main") -> str:
+        seed = self.branches[branch] + "".join(sorted(f"{path}{blob.oid}" for path, blob in files.items()))
+        sha = hashlib.sha1(seed.encode()).hexdigest()
+        self.branches[branch], self.commits[sha] = sha, files
+        return sha
 
 
 class NotFound(Exception):
@@ -146,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _revision(self, kind: str | None, repo_id: str, rev: str) -> tuple[str, dict[str, Blob]]:
         repo = self._repo(kind, repo_id)
-        sha = repo.head if rev == "main" else rev
+        sha = repo.branches.get(rev, rev)
         if sha not in repo.commits:
             raise NotFound("RevisionNotFound")
         return sha, repo.commits[sha]
@@ -165,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         reply = {"url": f"{self.hub.url}/{repo_id}", "id": repo_id, "name": repo_id}
         if key in self.hub.repos:
             return 409, _json({"error": "exists", **reply}), {}
-        self.hub.repos[key] = Repo(head="")
+        self.hub.repos[key] = Repo()
         self.hub.repos[key].commit({})
         return _ok(reply)
 
@@ -210,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
             elif key == "deletedFolder":
                 files = {path: blob for path, blob in files.items() if not path.startswith(value["path"])}
-        sha = self._repo(kind, repo_id).commit(files)
+        sha = self._repo(kind, repo_id).commit(files, rev)
         url = f"{self.hub.url}/{repo_id}/commit/{sha}"
         return _ok({"commitUrl": url, "commitOid": sha, "pullRequestUrl": None, "success": True})
 
@@ -260,9 +264,18 @@ class _Handler(BaseHTTPRequestHandler):
         return _ok([files[path].entry(path) for path in wanted if path in files])
 
     def refs(self, kind: str, repo_id: str) -> "Reply":
-        head = self._repo(kind, repo_id).head
-        branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": head}
-        return _ok({"branches": [branch], "tags": [], "converts": []})
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha}
+            for name, sha in self._repo(kind, repo_id).branches.items()
+        ]
+        return _ok({"branches": branches, "tags": [], "converts": []})
+
+    def create_branch(self, kind: str, repo_id: str, name: str) -> "Reply":
+        repo = self._repo(kind, repo_id)
+        if name in repo.branches:
+            return 409, _json({"error": "exists"}), {}
+        repo.branches[name] = repo.head
+        return _ok({})
 
     def resolve(self, kind: str | None, repo_id: str, rev: str, path: str) -> "Reply":
         sha, files = self._revision(kind, repo_id, rev)
@@ -297,8 +310,8 @@ def _ok(value: object) -> Reply:
     return 200, _json(value), {"Content-Type": "application/json"}
 
 
-_API = r"/api/(?P<kind>models|datasets)/(?P<repo_id>[^/]+/[^/]+)"
-_WEB = r"/(?:(?P<kind>datasets)/)?(?P<repo_id>[^/]+/[^/]+)"
+_API = r"/api/(?P<kind>models|datasets|kernels)/(?P<repo_id>[^/]+/[^/]+)"
+_WEB = r"/(?:(?P<kind>datasets|kernels)/)?(?P<repo_id>[^/]+/[^/]+)"
 _REV = r"(?P<rev>[^/]+)"
 _ROUTES: list[tuple[tuple[str, ...], str, Callable[..., Reply]]] = [
     (("GET",), r"/api/whoami-v2", _Handler.whoami),
@@ -311,6 +324,7 @@ _ROUTES: list[tuple[tuple[str, ...], str, Callable[..., Reply]]] = [
     (("POST",), _API + r"/paths-info/" + _REV, _Handler.paths_info),
     (("GET",), _API + r"/tree/" + _REV + r"(?:/(?P<folder>.+))?", _Handler.tree),
     (("GET",), _API + r"/refs", _Handler.refs),
+    (("POST",), _API + r"/branch/(?P<name>[^/]+)", _Handler.create_branch),
     (("GET", "HEAD"), _API + r"(?:/revision/(?P<rev>[^/]+))?", _Handler.info),
     (("GET", "HEAD"), _WEB + r"/resolve/" + _REV + r"/(?P<path>.+)", _Handler.resolve),
 ]

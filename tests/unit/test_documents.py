@@ -316,3 +316,19 @@ def test_padding_inside_a_document_is_taken_out() -> None:
     assert documents.attention_mask_BTS[0, 5].tolist() == [True, True, False, False, True, True]
     index_MW, _ = documents.window(2)
     assert index_MW.tolist() == [[4, 0], [0, 1], [1, 2], [2, 3]]
+
+
+def test_borders_for_kernels_skip_padding() -> None:
+    """Borders of all documents in the real tokens, row after row; a single document needs none."""
+    documents = of_batch(6, B=2, attention_mask=[[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    assert documents.cu_seqlens.tolist() == [0, 4, 7]
+    assert documents.cu_seqlens.dtype == torch.int32
+    assert of_batch(6, cu_seqlens=[0, 1, 1, 6]).cu_seqlens.tolist() == [0, 1, 6]
+    assert of_batch(6).cu_seqlens is None
+    assert of_batch(2, attention_mask=[[0, 0]]).cu_seqlens.tolist() == [0]
+
+
+def test_a_window_is_computed_once() -> None:
+    documents = of_batch(5)
+    assert documents.window(3) is documents.window(3)
+    assert documents.window(3)[0].shape != documents.window(4)[0].shape

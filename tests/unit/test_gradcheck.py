@@ -38,12 +38,14 @@ class Lengths:
     lengths: tuple[int, ...]
     heads: int
     state: bool
+    bound: float | None = -5.0
 
 
 KDA = (
     Lengths("one-chunk", (3,), 2, False),
     Lengths("two-chunks-with-state", (17,), 1, True),
     Lengths("packed-with-states", (2, 1, 4), 1, True),
+    Lengths("softplus", (3,), 1, True, bound=None),
 )
 
 
@@ -51,24 +53,25 @@ KDA = (
 def test_kda_chunk(case: Lengths) -> None:
     torch.manual_seed(0)
     documents, M, N = packed(*case.lengths), sum(case.lengths), case.heads
-    g_MHK = (-5 * torch.sigmoid(leaf(M, N, K))).detach().requires_grad_()
-    beta_MH = torch.sigmoid(leaf(M, N)).detach().requires_grad_()
-    inputs = [leaf(M, N, K), leaf(M, N, K), leaf(M, N, V), g_MHK, beta_MH]
+    inputs = [leaf(M, N, K), leaf(M, N, K), leaf(M, N, V), leaf(M, N, K), leaf(M, N), leaf(N), leaf(N, K)]
     if case.state:
         inputs.append(leaf(len(case.lengths), N, K, V))
 
-    def run(q, k, v, g, beta, state=None):
-        return ops.kda_chunk(q, k, v, g, beta, documents, state)
+    def run(q, k, v, z, beta, A_log, dt_bias, state=None):
+        return ops.kda_chunk(q, k, v, z, beta, A_log, dt_bias, case.bound, documents, state)
 
     assert gradcheck(run, inputs)
 
 
-def test_kda_step() -> None:
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_kda_step(bound: float | None) -> None:
     torch.manual_seed(1)
-    assert gradcheck(
-        ops.kda_step,
-        [leaf(2, H, K), leaf(2, H, K), leaf(2, H, V), leaf(2, H, K), leaf(2, H), leaf(2, H, K, V)],
-    )
+
+    def run(q, k, v, z, beta, A_log, dt_bias, state):
+        return ops.kda_step(q, k, v, z, beta, A_log, dt_bias, bound, state)
+
+    token = [leaf(2, H, K), leaf(2, H, K), leaf(2, H, V), leaf(2, H, K), leaf(2, H)]
+    assert gradcheck(run, [*token, leaf(H), leaf(H, K), leaf(2, H, K, V)])
 
 
 @pytest.mark.parametrize("bound", [-5.0, -2.0, None])
@@ -80,12 +83,13 @@ def test_kda_gate(bound: float | None) -> None:
 @pytest.mark.parametrize("width", [1, 4])
 def test_short_conv(width: int) -> None:
     torch.manual_seed(3)
-    index_MW, _ = packed(5, 1, 3).window(width)
+    documents = packed(5, 1, 3)
 
-    def run(x_MD, weight_DW, tail_XD):
-        return ops.short_conv(x_MD, weight_DW, index_MW, tail_XD)
+    def run(x_MP, y_MP, x_PW, y_PW, x_tail, y_tail):
+        return ops.short_conv((x_MP, y_MP), (x_PW, y_PW), documents, (x_tail, y_tail))
 
-    assert gradcheck(run, [leaf(9, 2), leaf(2, width), leaf(3 * (width - 1), 2)])
+    tails = leaf(3, width - 1, 2), leaf(3, width - 1, 1)
+    assert gradcheck(run, [leaf(9, 2), leaf(9, 1), leaf(2, width), leaf(1, width), *tails])
 
 
 @pytest.mark.parametrize("eps", [1e-5, 0.5])
@@ -102,6 +106,19 @@ def test_attn_residual(sources: int) -> None:
         return ops.attn_residual(sources, score_D, 1e-5)
 
     assert gradcheck(run, [leaf(4), *(leaf(2, 2, 4) for _ in range(sources))])
+
+
+def test_linear_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than are computed at a time, some of them ignored."""
+    monkeypatch.setattr(ops, "LOGIT_BYTES", 0)
+    torch.manual_seed(10)
+    target_N = torch.randint(0, 5, (2 * ops.ROW_TILE + 1,))
+    target_N[[0, 20]] = -100
+
+    def run(hidden_ND, weight_VD):
+        return ops.linear_cross_entropy(hidden_ND, weight_VD, target_N)
+
+    assert gradcheck(run, [leaf(len(target_N), 3), leaf(5, 3)])
 
 
 @pytest.mark.parametrize("beta", [4.0, 0.7, None])

@@ -1,7 +1,8 @@
 """The arrow of imports, read from the syntax trees.
 
     hub_kernels  ->  torch, triton, themselves
-    model files  ->  torch, transformers, siblings; kernels only in ops.py, optional packages only in `try`
+    model files  ->  torch, transformers, siblings; kernels only in kernel_loading.py, which is for ops.py;
+                     optional packages only in `try`
     training     ->  the model package, the training libraries
     scripts      ->  everything; nobody imports scripts
 
@@ -131,10 +132,16 @@ def test_model_files_import_only_torch_transformers_and_siblings(path: Path) -> 
         if item.relative:
             assert (PACKAGE / f"{item.module[1:]}.py").exists(), f"line {item.line}: no sibling {item.module}"
         elif item.top in KERNEL_IMPORTS:
-            assert item.guarded and path.name == "ops.py", f"line {item.line}: {item.top} belongs to ops.py, in try"
+            here = item.guarded and path.name == "kernel_loading.py"
+            assert here, f"line {item.line}: {item.top} belongs to kernel_loading.py, in try"
         else:
             assert item.guarded or item.top in allowed, f"line {item.line}: {item.top} outside try"
             assert item.top not in ("modeling_latentmoe", "scripts"), f"line {item.line}: not by its own name"
+
+
+def test_kernels_are_reached_through_ops() -> None:
+    users = {path.name for path in MODEL_FILES for item in imports_of(path) if item.module == ".kernel_loading"}
+    assert users == {"ops.py"}
 
 
 @each(MODEL_FILES)

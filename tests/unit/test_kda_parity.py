@@ -83,14 +83,14 @@ def recurrence(q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours_chunked(q, k, v, g, beta, state):
-    o, final = ops.kda_chunk(q, k, v, g, beta, packed([len(q)]), state.unsqueeze(0))
+    o, final = ops.delta_chunk(q, k, v, g, beta, packed([len(q)]), state.unsqueeze(0))
     return o, final[0]
 
 
 def ours_stepped(q, k, v, g, beta, state):
     outputs, S = [], state.unsqueeze(0)
     for t in range(len(q)):
-        o, S = ops.kda_step(q[t : t + 1], k[t : t + 1], v[t : t + 1], g[t : t + 1], beta[t : t + 1], S)
+        o, S = ops.delta_step(q[t : t + 1], k[t : t + 1], v[t : t + 1], g[t : t + 1], beta[t : t + 1], S)
         outputs.append(o)
     return torch.cat(outputs), S[0]
 
@@ -173,7 +173,7 @@ def test_a_missing_state_is_a_zero_state() -> None:
     inputs["state"].zero_()
     want = recurrence(**inputs)
     del inputs["state"]
-    o, final = ops.kda_chunk(*inputs.values(), packed([37]))
+    o, final = ops.delta_chunk(*inputs.values(), packed([37]))
     torch.testing.assert_close(o, want[0], rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(final[0], want[1], rtol=1e-10, atol=1e-11)
 
@@ -253,7 +253,7 @@ PACKINGS = (
 @pytest.mark.parametrize("case", PACKINGS, ids=lambda case: case.id)
 def test_packed_documents_equal_documents_alone(case: Packing) -> None:
     inputs = make_inputs(11, sum(case.lengths), "bounded", documents=len(case.lengths))
-    together = ops.kda_chunk(*(inputs[n] for n in INPUTS[:5]), packed(case.lengths), inputs["state"])
+    together = ops.delta_chunk(*(inputs[n] for n in INPUTS[:5]), packed(case.lengths), inputs["state"])
     ends = torch.tensor(case.lengths).cumsum(0).tolist()
     for d, (end, length) in enumerate(zip(ends, case.lengths, strict=True)):
         rows = slice(end - length, end)
@@ -280,7 +280,7 @@ def test_a_document_does_not_see_another(changed: int) -> None:
 
     def run(values):
         leaves = [values[n].clone().requires_grad_() for n in INPUTS]
-        o, final = ops.kda_chunk(*leaves[:5], documents, leaves[5])
+        o, final = ops.delta_chunk(*leaves[:5], documents, leaves[5])
         loss = (o[~mine_M] ** 2).sum() + (final[~mine_D] ** 2).sum()
         return o, final, torch.autograd.grad(loss, leaves)
 
@@ -309,6 +309,27 @@ def test_a_sequence_may_be_cut_anywhere(cut: int) -> None:
         o2, final = second(**tail, state=middle)
         torch.testing.assert_close(torch.cat([o1, o2]), whole[0], rtol=1e-10, atol=1e-11)
         torch.testing.assert_close(final, whole[1], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_raw_gates_are_those_of_the_recurrence(bound: float | None, dtype: torch.dtype) -> None:
+    """`kda_chunk` and `kda_step` are the gates and the recurrence, bit for bit."""
+    exact, documents = make_inputs(4, 12, "none", documents=2), packed([5, 7])
+    q, k, v, state = (exact[name].to(dtype) for name in ("q", "k", "v", "state"))
+    z, beta = torch.randn(12, H, K).to(dtype), torch.randn(12, H).to(dtype)
+    gate = torch.rand(H) * 2, torch.randn(H, K), bound
+    log_decay, rate = ops.kda_gate(z, *gate), torch.sigmoid(beta.float())
+
+    want = ops.delta_chunk(q, k, v, log_decay, rate, documents, state.float())
+    got = ops.kda_chunk(q, k, v, z, beta, *gate, documents, state.float())
+    assert all(map(torch.equal, got, want))
+    assert ops.kda_chunk(q, k, v, z, beta, *gate, documents, keep_state=False)[1] is None
+
+    rows = [x[:2] for x in (q, k, v)]
+    want = ops.delta_step(*rows, log_decay[:2], rate[:2], state.float())
+    got = ops.kda_step(*rows, z[:2], beta[:2], *gate, state.float())
+    assert all(map(torch.equal, got, want))
 
 
 # Decay gate.
@@ -428,9 +449,7 @@ def test_gated_rms_norm(case: Norm) -> None:
 def test_short_conv_equals_transformers(T: int, width: int) -> None:
     torch.manual_seed(5)
     x_TP, weight_PW = torch.randn(T, 6), torch.randn(6, width)
-    documents = packed([T])
-    index_MW, _ = documents.window(width)
-    got = ops.short_conv(x_TP, weight_PW, index_MW, torch.zeros(width - 1, 6))
+    (got,) = ops.short_conv((x_TP,), (weight_PW,), packed([T]))
     independent = glm.causal_conv1d_fn(x_TP.T.unsqueeze(0), weight_PW, activation="silu")[0].T
     true = torch.zeros(T, 6, dtype=torch.float64)
     for t in range(T):
@@ -447,8 +466,9 @@ def test_short_conv_reads_the_remembered_tokens_of_its_document() -> None:
     lengths, W, P = (1, 4, 2), 4, 3
     x_MP, weight_PW = torch.randn(7, P, dtype=torch.float64), torch.randn(P, W, dtype=torch.float64)
     tail_XWP = torch.randn(3, W - 1, P, dtype=torch.float64)
-    index_MW, tail_XW = packed(lengths).window(W)
-    got = ops.short_conv(x_MP, weight_PW, index_MW, tail_XWP.flatten(0, 1))
+    documents = packed(lengths)
+    _, tail_XW = documents.window(W)
+    (got,) = ops.short_conv((x_MP,), (weight_PW,), documents, (tail_XWP,))
     kept = torch.cat([x_MP, tail_XWP.flatten(0, 1)])[tail_XW]
     start = 0
     for d, length in enumerate(lengths):
@@ -459,12 +479,22 @@ def test_short_conv_reads_the_remembered_tokens_of_its_document() -> None:
         start += length
 
 
+def test_short_conv_takes_its_inputs_together() -> None:
+    torch.manual_seed(8)
+    documents, widths = packed([3, 5]), (2, 4, 6)
+    inputs = tuple(torch.randn(8, P) for P in widths)
+    weights = tuple(torch.randn(P, 3) for P in widths)
+    tails = tuple(torch.randn(2, 2, P) for P in widths)
+    together = ops.short_conv(inputs, weights, documents, tails)
+    for got, x_MP, weight_PW, tail_XWP in zip(together, inputs, weights, tails, strict=True):
+        assert torch.equal(got, *ops.short_conv((x_MP,), (weight_PW,), documents, (tail_XWP,)))
+
+
 def test_short_conv_of_bf16_accumulates_in_fp32() -> None:
     torch.manual_seed(7)
     x_MP, weight_PW = torch.randn(50, 4).bfloat16(), torch.randn(4, 4)
-    index_MW, _ = packed([50]).window(4)
-    got = ops.short_conv(x_MP, weight_PW, index_MW, torch.zeros(3, 4))
-    wide = ops.short_conv(x_MP.double(), weight_PW.double(), index_MW, torch.zeros(3, 4))
+    (got,) = ops.short_conv((x_MP,), (weight_PW,), packed([50]))
+    (wide,) = ops.short_conv((x_MP.double(),), (weight_PW.double(),), packed([50]))
     assert got.dtype == torch.bfloat16
     assert ((got.double() - wide).abs() <= wide.abs() * 2**-8 * 1.01 + 1e-6).all()
 

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig, get_peft_model
 
+from modeling_latentmoe import ops
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
-from modeling_latentmoe.training.loss import IGNORE, backpropagate, count_loss_tokens, token_loss_sum
+from modeling_latentmoe.training.loss import IGNORE, backpropagate, count_loss_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -72,25 +74,78 @@ def test_tokens_are_counted_after_the_shift() -> None:
     assert count_loss_tokens(labels) == 2
 
 
-def test_sum_equals_the_plain_definition_in_fp32_for_bf16_logits() -> None:
+def test_losses_equal_the_plain_definition_in_fp32_for_bf16_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of 16 rows and at once; ignored rows are zeros."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 5, 11, generator=generator).bfloat16()
-    labels = torch.tensor([[1, 2, IGNORE, 4, 5], [IGNORE, 0, 10, IGNORE, IGNORE]])
-    expected = 0.0
-    for b in range(2):
-        for t in range(4):
-            if labels[b, t + 1] != IGNORE:
-                expected -= logits[b, t].double().log_softmax(-1)[labels[b, t + 1]].item()
-    assert token_loss_sum(logits, labels).item() == pytest.approx(expected, rel=1e-6)
-    assert token_loss_sum(logits, labels).dtype == torch.float32
-    assert token_loss_sum(logits.double(), labels).dtype == torch.float64
+    hidden_ND = torch.randn(40, 5, generator=generator).bfloat16()
+    weight_VD = torch.randn(11, 5, generator=generator).bfloat16()
+    target_N = torch.randint(0, 11, (40,), generator=generator)
+    target_N[[3, 17, 39]] = IGNORE
+    expected_N = torch.zeros(40, dtype=torch.float64)
+    for n, target in enumerate(target_N.tolist()):
+        if target != IGNORE:
+            expected_N[n] = -F.linear(hidden_ND[n], weight_VD).double().log_softmax(-1)[target]
+    for limit in (0, 2**20):
+        monkeypatch.setattr(ops, "LOGIT_BYTES", limit)
+        losses_N = ops.linear_cross_entropy(hidden_ND, weight_VD, target_N)
+        assert losses_N.dtype == torch.float32
+        torch.testing.assert_close(losses_N.double(), expected_N, rtol=1e-6, atol=1e-6)
+        assert (losses_N[[3, 17, 39]] == 0).all()
+    assert ops.linear_cross_entropy(hidden_ND.double(), weight_VD.double(), target_N).dtype == torch.float64
+
+
+def test_only_some_rows_have_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays alive between forward and backward does not grow with the vocabulary."""
+    monkeypatch.setattr(ops, "LOGIT_BYTES", 0)
+    hidden_ND, weight_VD = torch.randn(64, 4, requires_grad=True), torch.randn(1000, 4)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        loss = ops.linear_cross_entropy(hidden_ND, weight_VD, torch.randint(0, 1000, (64,))).sum()
+    assert max(kept, default=0) <= weight_VD.numel()
+    (grad,) = torch.autograd.grad(loss, hidden_ND)
+    assert grad.isfinite().all() and grad.any()
 
 
 def test_a_batch_without_trained_tokens_has_zero_gradients() -> None:
-    logits = torch.randn(1, 4, 3, requires_grad=True)
-    loss = token_loss_sum(logits, torch.full((1, 4), IGNORE))
+    model, ids = small_model(), torch.arange(4)[None]
+    loss = model(input_ids=ids, labels=torch.full((1, 4), IGNORE), return_logits=False).loss
     loss.backward()
-    assert loss.item() == 0 and (logits.grad == 0).all()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert loss.item() == 0 and gradients and not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_the_loss_without_logits_is_the_loss(layout) -> None:
+    model, batch = small_model().double(), layout(documents())
+    whole, alone = model(**batch), model(**batch, return_logits=False)
+    assert alone.logits is None
+    torch.testing.assert_close(alone.loss, whole.loss, rtol=1e-12, atol=0)
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad]
+    grads = (torch.autograd.grad(out.loss, parameters, allow_unused=True) for out in (whole, alone))
+    for want, got in zip(*grads, strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="return_logits"):
+        model(input_ids=batch["input_ids"], return_logits=False)
+
+
+def test_a_resized_head_still_gives_the_loss() -> None:
+    """transformers puts a plain linear layer in place of the head."""
+    model, batch = small_model(), padded(documents())
+    model.resize_token_embeddings(300)
+    assert torch.equal(model(**batch, return_logits=False).loss, model(**batch).loss)
+
+
+def test_an_adapter_on_the_head_counts() -> None:
+    """Public report: a fused loss that reads the weight of the head alone and leaves its adapter untrained."""
+    model, batch = small_model(), padded(documents())
+    model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+    whole, alone = model(**batch), model(**batch, return_logits=False)
+    assert alone.logits is None
+    assert torch.equal(whole.loss, alone.loss)
+    alone.loss.backward()
+    assert all(p.grad.any() for name, p in model.named_parameters() if "lora_" in name)
 
 
 def test_loss_is_the_mean_over_all_tokens_of_the_window() -> None:
