@@ -55,3 +55,16 @@ def as_accurate():
         )
 
     return check
+
+
+@pytest.fixture
+def within():
+    """check(name, x, truth, bound, scale=truth): ||x - truth|| is at most `bound` times the norm of the scale."""
+
+    def check(name: str, x: torch.Tensor, truth: torch.Tensor, bound: float, scale: torch.Tensor | None = None) -> None:
+        assert x.shape == truth.shape, name
+        norm = (truth if scale is None else scale).double().norm().item()
+        error = (x.double() - truth.double()).norm().item()
+        assert error <= bound * norm, f"{name}: error {error:.2e}, allowed {bound:.0e} of {norm:.2e}"
+
+    return check

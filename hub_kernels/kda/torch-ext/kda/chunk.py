@@ -20,12 +20,12 @@ from .scores import BT
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Launch settings, chosen on an H200; channels of a step of `scores_kernel`.
-SCORES, SCORE_CHANNELS = {"num_warps": 8, "num_stages": 1}, 64
+SCORES, SCORE_CHANNELS = {"num_warps": 4, "num_stages": 2}, 32
 SOLVE = {"num_warps": 4}
 FORWARD, FORWARD_VALUES = {"num_warps": 8, "num_stages": 2}, 128
 BACKWARD, BACKWARD_VALUES = {"num_warps": 8, "num_stages": 2}, 128
 VALUES = {"num_warps": 8}
-KEYS, KEY_CHANNELS = {"num_warps": 8, "num_stages": 1}, 32
+KEYS, KEY_CHANNELS = {"num_warps": 4, "num_stages": 2}, 32
 # With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
 NARROWEST_BOUND = -5.0
 
@@ -146,9 +146,11 @@ class _Call:
         attend, keys = (self.empty(q, M, H, BT.value, dtype=self.work) for _ in range(2))
         decay = self.empty(q, N, H, K)
         q_rstds, k_rstds = self.empty(q, M, H), self.empty(q, M, H)
+        BK = min(K, SCORE_CHANNELS)
         scores_kernel[(N * H,)](
-            q, k, f, A_log, dt_bias, self.chunks, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds,
-            self.lower_bound, H, K, min(K, SCORE_CHANNELS), **self.gate, EXACT=self.exact, **SCORES,
+            self.rows(q, BK), self.rows(k, BK), self.rows(f, BK), q, k, A_log, dt_bias, self.chunks,
+            q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, self.lower_bound,
+            H, K, BK, **self.gate, EXACT=self.exact, **SCORES,
         )  # fmt: skip
         u, u_scale = self.empty(q, M, H, V, dtype=self.work), self.empty(q, M, H)
         inverse = torch.empty_like(keys) if backward else None
@@ -158,9 +160,9 @@ class _Call:
         )  # fmt: skip
         return _Chunks(q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
 
-    def rows(self, x_MHD: torch.Tensor, width: int | None = None) -> TensorDescriptor:
+    def rows(self, x_MHD: torch.Tensor, width: int | None = None, rows: int | None = None) -> TensorDescriptor:
         """Reads of a chunk's rows of one head, or of `width` of its columns."""
-        x_MD = x_MHD.view(self.M, -1)
+        x_MD = x_MHD.view(rows or self.M, -1)
         return TensorDescriptor.from_tensor(x_MD, [BT.value, width or x_MHD.shape[-1]])
 
     def run(self, work: _Chunks, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
@@ -266,22 +268,24 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     )  # fmt: skip
     work = work._replace(w=None, u=None)
     row_scales, ddecay = call.empty(q, 3, M, H), call.empty(q, N, H, K)
-    dscores = call.empty(q, 4, M, H, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
-    q_dots, k_dots = call.empty(q, M, H), call.empty(q, M, H)
+    dscores = call.empty(q, 2, M, H, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
+    own_scores, q_dots, k_dots = (call.empty(q, M, H) for _ in range(3))
     dv, dbeta = torch.empty_like(v), torch.empty_like(beta)
     value_gradients_kernel[(N * H,)](
         do, v, beta, work.inverse, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys,
         states, states_scale, dstates, dstates_scale, values, values_scale, dvalues, dvalues_scale,
-        dv, dbeta, ddecay, row_scales, dscores, q_dots, k_dots, M, H, K, V, EXACT=call.exact, **VALUES,
+        dv, dbeta, ddecay, row_scales, dscores, own_scores, q_dots, k_dots, M, H, K, V, EXACT=call.exact, **VALUES,
     )  # fmt: skip
     # Their memory serves the gradients.
     del states, dstates, values, dvalues
     dq, dk, df = (torch.empty_like(x) for x in (q, k, f))
     ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H)
+    BK = min(K, KEY_CHANNELS)
     key_gradients_kernel[(N * H,)](
-        q, k, f, beta, A_log, dt_bias, call.chunks, ddecay, work.q_in, work.k_in, work.k_out, row_scales, dscores,
-        work.q_rstds, work.k_rstds, q_dots, k_dots, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
-        M, H, K, min(K, KEY_CHANNELS), **call.gate, EXACT=call.exact, **KEYS,
+        call.rows(q, BK), call.rows(k, BK), f, *(call.rows(x, BK) for x in (work.q_in, work.k_in, work.k_out)),
+        call.rows(dscores, rows=2 * M), beta, A_log, dt_bias, call.chunks, ddecay, row_scales,
+        work.q_rstds, work.k_rstds, own_scores, q_dots, k_dots, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
+        M, H, K, BK, **call.gate, EXACT=call.exact, **KEYS,
     )  # fmt: skip
     return dq, dk, dv, df, dbeta, dA_log.sum(0).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from .gate import decay_gradient
-from .prepare import chunk_of, decays, load_rows, load_scalars, load_tile, store_rows, store_scalars
-from .scores import BC, BT, product, scaled_rows, score_gradients, split, sums_to_end
+from .prepare import chunk_of, decays, load_rows, load_scalars, load_tile, offsets, store_rows, store_scalars
+from .scores import BC, BT, column_gradients, product, row_gradients, scaled_rows, sums_to_end
 
 
 @triton.jit
@@ -30,14 +30,6 @@ def replace_scaled(p, p_scale, x_TD, i_t, i_h, length, H, D: tl.constexpr, EXACT
     store_scalars(p_scale, scale, i_t, i_h, length, H)
 
 
-@triton.jit
-def store_split(p, span, x_TT, i_t, i_h, length, H, EXACT: tl.constexpr):
-    """Two parts of [BT, BT], in [M, H, BT] tensors that follow each other."""
-    high, low = split(x_TT, EXACT)
-    store_rows(p, high, i_t, i_h, length, H, BT, 0, BT)
-    store_rows(p + span * BT, low, i_t, i_h, length, H, BT, 0, BT)
-
-
 @triton.jit(do_not_specialize=["M"])
 def value_gradients_kernel(
     do,
@@ -46,7 +38,7 @@ def value_gradients_kernel(
     inverse,
     chunks,
     q_in,
-    k_in,
+    dk_in,
     k_out,
     attend,
     keys,
@@ -63,6 +55,7 @@ def value_gradients_kernel(
     ddecay,
     row_scales,
     dscores,
+    own_scores,
     q_dots,
     k_dots,
     M,
@@ -71,8 +64,8 @@ def value_gradients_kernel(
     V: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """dv, dbeta; the gradients of attend and of the keys' scores; those of q_in, k_out, and -k_in before beta in the
-    places of q_in, k_out and k_in.
+    """dv, dbeta; the gradients of attend and of the keys' scores; those of q_in and k_out in their places, and
+    in dk_in that of -k_in before beta.
 
     q_dots, k_dots: products of q and k, of unit length, with their gradients, which the norms' gradients need. They
     are known here, from every product that q or k enters: x . dx = sum y dy if all y are linear in x.
@@ -108,7 +101,10 @@ def value_gradients_kernel(
 
     x, x_scale = scaled_rows(b_do * c_scale[None, :], EXACT)
     b_da = tl.where(o_t[:, None] >= o_t[None, :], product(x, tl.trans(b_c), EXACT) * x_scale[:, None], 0.0)
-    store_split(dscores, span, b_da, i_t, i_h, length, H, EXACT)
+    # A token's score with itself does not decay: kept apart, it need not cancel in the decay's gradient.
+    same = o_t[:, None] == o_t[None, :]
+    store_scalars(own_scores, tl.sum(tl.where(same, b_da, 0.0), 1), i_t, i_h, length, H)
+    store_rows(dscores, tl.where(same, 0.0, b_da), i_t, i_h, length, H, BT, 0, BT)
     b_da *= load_rows(attend, i_t, i_h, length, H, BT, 0, BT)
     store_scalars(q_dots, q_dot + tl.sum(b_da, 1), i_t, i_h, length, H)
     k_dot += tl.sum(b_da, 0)
@@ -119,37 +115,37 @@ def value_gradients_kernel(
     b_dy = product(tl.trans(b_inverse), b_dc, EXACT) * dc_scale[None, :]
     b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
     store_rows(dv, b_dy * b_beta[:, None], i_t, i_h, length, H, V, 0, V)
-    dbeta_T = tl.sum(b_dy * load_rows(v, i_t, i_h, length, H, V, 0, V), 1)
+    # From (1 + a) c = beta (v - k exp(G) S): beta times its gradient, of which nothing cancels.
+    dbeta_own = tl.sum(b_dy * c_scale[None, :] * b_c.to(tl.float32), 1)
+    store_scalars(dbeta, dbeta_own * (1.0 - b_beta), i_t, i_h, length, H)
+    k_dot += dbeta_own - b_beta * tl.sum(b_dy * load_rows(v, i_t, i_h, length, H, V, 0, V), 1)
 
     x, x_scale = scaled_rows(b_dy * s_scale[None, :], EXACT)
     b_dx = product(x, b_s, EXACT) * x_scale[:, None]
-    dbeta_k = -tl.sum(b_dx * load_rows(k_in, i_t, i_h, length, H, K, 0, K), 1)
-    replace_scaled(k_in, row_scales + 2 * span, b_dx, i_t, i_h, length, H, K, EXACT)
+    replace_scaled(dk_in, row_scales + 2 * span, b_dx, i_t, i_h, length, H, K, EXACT)
 
     x, x_scale = scaled_rows(b_dy * c_scale[None, :], EXACT)
     b_da = tl.where(o_t[:, None] > o_t[None, :], product(x, tl.trans(b_c), EXACT) * -x_scale[:, None], 0.0)
-    store_split(dscores + 2 * span * BT, span, b_da, i_t, i_h, length, H, EXACT)
+    store_rows(dscores + span * BT, b_da, i_t, i_h, length, H, BT, 0, BT)
     b_da *= load_rows(keys, i_t, i_h, length, H, BT, 0, BT)
-    dbeta_k += tl.sum(b_da, 1)
-    store_scalars(dbeta, (dbeta_T + dbeta_k) * b_beta * (1.0 - b_beta), i_t, i_h, length, H)
-    k_dot += dbeta_k * b_beta + tl.sum(b_da * b_beta[:, None], 0)
+    k_dot += tl.sum(b_da * b_beta[:, None], 0)
     store_scalars(k_dots, k_dot, i_t, i_h, length, H)
 
 
 @triton.jit
-def load_scaled(p, p_scale, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """[BT, BD] of a [M, H, D] tensor with a scale per row."""
-    return load_rows(p, i_t, i_h, length, H, D, i_d, BD) * load_scalars(p_scale, i_t, i_h, length, H)[:, None]
+def reload_rows(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    """`load_rows` that the compiler cannot merge with an earlier one, nor what is computed from it.
+
+    What is held across the products does not fit the registers; working it out again is cheaper than spilling it.
+    """
+    o_td, m_t = offsets(length, H, D, BD)
+    return tl.load(p + ((i_t * H + i_h) * D + i_d) + o_td, mask=m_t, other=0.0, volatile=True).to(tl.float32)
 
 
 @triton.jit
-def store_unit_gradient(
-    p, x, dy_TK, dot_T, rstd_T, factor: tl.constexpr, i_t, i_h, length, H, K: tl.constexpr, i_k, BK: tl.constexpr
-):  # fmt: skip
-    """Gradient for x of y = factor x / |x|, given dy and y . dy."""
-    b_x = load_rows(x, i_t, i_h, length, H, K, i_k, BK)
-    b_dx = (dy_TK * factor - b_x * (rstd_T * dot_T)[:, None]) * rstd_T[:, None]
-    store_rows(p, b_dx, i_t, i_h, length, H, K, i_k, BK)
+def unit_gradient(dy_TK, unit_TK, dot_T, rstd_T, factor: tl.constexpr):
+    """Gradient for x of y = factor x / |x|, given dy, x / |x| and y . dy."""
+    return (dy_TK * factor - unit_TK * dot_T[:, None]) * rstd_T[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -157,18 +153,19 @@ def key_gradients_kernel(
     q,
     k,
     f,
+    dq_in,
+    dk_in,
+    dk_out,
+    dscores,
     beta,
     A_log,
     dt_bias,
     chunks,
     ddecay,
-    dq_in,
-    dk_in,
-    dk_out,
     row_scales,
-    dscores,
     q_rstds,
     k_rstds,
+    own_scores,
     q_dots,
     k_dots,
     dq,
@@ -185,7 +182,10 @@ def key_gradients_kernel(
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """dq, dk, df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H]."""
+    """dq, dk, df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H].
+
+    The descriptors also read rows behind the end of the document: their scales and factors are zero here.
+    """
     i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_t, length = chunk_of(chunks, i_n)
     i_nh = i_n.to(tl.int64) * H + i_h
@@ -193,6 +193,7 @@ def key_gradients_kernel(
         tl.store(ddt_bias + i_nh * K + tl.arange(0, K), tl.zeros([K], tl.float32))
         tl.store(dA_log + i_nh, 0.0)
         return
+    i_row = i_t.to(tl.int32)
     o_t = tl.arange(0, BT)
     second = (o_t >= BC)[:, None]
     span = M.to(tl.int64) * H
@@ -201,37 +202,56 @@ def key_gradients_kernel(
     k_rstd = load_scalars(k_rstds, i_t, i_h, length, H)
     q_dot = load_scalars(q_dots, i_t, i_h, length, H)
     k_dot = load_scalars(k_dots, i_t, i_h, length, H)
-    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
+    own = load_scalars(own_scores, i_t, i_h, length, H)[:, None]
+    out_scale = load_scalars(row_scales, i_t, i_h, length, H)[:, None]
+    q_scale = load_scalars(row_scales + span, i_t, i_h, length, H)[:, None]
+    in_scale = load_scalars(row_scales + 2 * span, i_t, i_h, length, H)[:, None]
+    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))[:, None]
+    scale: tl.constexpr = K**-0.5
     b_dA = tl.zeros([BT], tl.float32)
-    for i_k in range(0, K, BK):
-        b_z, b_c, total, total_0, total_1 = decays(
-            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, NARROW, EXACT
+    for i_k in tl.range(0, K, BK, disable_licm=True):
+        i_column = i_h * K + i_k
+        b_c, total, other = decays(
+            load_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
+            BOUNDED, NARROW, EXACT,
+        )  # fmt: skip
+        b_k = k.load([i_row, i_column]).to(tl.float32) * k_rstd[:, None]
+        b_dq, b_drow = row_gradients(
+            dscores.load([i_row, i_h * BT]), dscores.load([i_row + M, i_h * BT]), b_k, b_c, total, other, NARROW, EXACT
         )
-        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * (q_rstd * K**-0.5)[:, None]
-        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
-        # Read again for every block of channels: held, they would take half of the registers.
-        dqk_high = load_tile(dscores, i_t, i_h, length, H, BT, 0, BT)
-        dqk_low = load_tile(dscores + span * BT, i_t, i_h, length, H, BT, 0, BT)
-        dkk_high = load_tile(dscores + 2 * span * BT, i_t, i_h, length, H, BT, 0, BT)
-        dkk_low = load_tile(dscores + 3 * span * BT, i_t, i_h, length, H, BT, 0, BT)
-        b_dq, b_drow, b_dcolumn = score_gradients(
-            dqk_high, dqk_low, dkk_high, dkk_low, b_beta, b_q, b_k, b_c, total_0, total_1, NARROW, EXACT
-        )
-        b_in = tl.exp2(b_c + tl.where(second, total_0[None, :], 0.0))
-        b_dq += b_in * load_scaled(dq_in, row_scales + span, i_t, i_h, length, H, K, i_k, BK)
-        b_drow -= b_in * load_scaled(dk_in, row_scales + 2 * span, i_t, i_h, length, H, K, i_k, BK)
-        b_drow *= b_beta[:, None]
-        b_out = tl.exp2(total - b_c + tl.where(second, 0.0, total_1[None, :]))
-        b_dwrite = b_out * load_scaled(dk_out, row_scales, i_t, i_h, length, H, K, i_k, BK)
+        b_in = tl.exp2(b_c + tl.where(second, other, 0.0))
+        b_dq += b_in * (dq_in.load([i_row, i_column]).to(tl.float32) * q_scale)
+        b_drow -= b_in * (dk_in.load([i_row, i_column]).to(tl.float32) * in_scale)
+        b_drow *= b_beta
+        b_q = q.load([i_row, i_column]).to(tl.float32) * q_rstd[:, None]
+        dG = b_q * scale * b_dq + b_k * b_drow
+        b_dq += own * b_k
+        store_rows(dq, unit_gradient(b_dq, b_q, q_dot, q_rstd, scale), i_t, i_h, length, H, K, i_k, BK)
+
+        b_c, total, other = decays(
+            reload_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
+            BOUNDED, NARROW, EXACT,
+        )  # fmt: skip
+        b_q = q.load([i_row, i_column]).to(tl.float32) * (q_rstd * scale)[:, None]
+        b_k = k.load([i_row, i_column]).to(tl.float32) * k_rstd[:, None] * b_beta
+        b_dcolumn = column_gradients(
+            dscores.load([i_row, i_h * BT]), dscores.load([i_row + M, i_h * BT]), b_q, b_k, b_c, total, other, NARROW,
+            EXACT,
+        )  # fmt: skip
+        b_dwrite = tl.exp2(total - b_c + tl.where(second, 0.0, other))
+        b_dwrite *= dk_out.load([i_row, i_column]).to(tl.float32) * out_scale
         b_dcolumn += b_dwrite
+        b_k = k.load([i_row, i_column]).to(tl.float32) * k_rstd[:, None]
+        b_dk = unit_gradient(b_drow + b_dcolumn + own * b_q, b_k, k_dot, k_rstd, 1.0)
+        store_rows(dk, b_dk, i_t, i_h, length, H, K, i_k, BK)
         # What the decay of the whole chunk gains reaches the log decay of every token in it.
         i_nhk = i_nh * K + i_k + tl.arange(0, BK)
-        dend = tl.load(ddecay + i_nhk) * tl.exp2(total_0 + total_1) + tl.sum(b_k * b_dwrite, 0)
-        dg = sums_to_end(b_q * b_dq + b_k * (b_drow - b_dcolumn), EXACT) + dend[None, :]
+        dg = sums_to_end(dG - b_k * b_dcolumn, b_k * b_dwrite, EXACT)
+        dg += tl.load(ddecay + i_nhk)[None, :] * tl.exp2(total + other)
+        b_z = reload_rows(f, i_t, i_h, length, H, K, i_k, BK)
+        b_z += tl.load(dt_bias + i_h * K + i_k + tl.arange(0, BK)).to(tl.float32)[None, :]
         dz, dA = decay_gradient(tl.where((o_t < length)[:, None], dg, 0.0), b_z, rate, lower_bound, BOUNDED)
         b_dA += tl.sum(dA, 1)
         store_rows(df, dz, i_t, i_h, length, H, K, i_k, BK)
         tl.store(ddt_bias + i_nhk, tl.sum(dz, 0))
-        store_unit_gradient(dq, q, b_dq, q_dot, q_rstd, K**-0.5, i_t, i_h, length, H, K, i_k, BK)
-        store_unit_gradient(dk, k, b_drow + b_dcolumn, k_dot, k_rstd, 1.0, i_t, i_h, length, H, K, i_k, BK)
     tl.store(dA_log + i_nh, tl.sum(b_dA))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .gate import L2_EPS, log2_decay
-from .scores import BC, BT, add_scores, product, running_sums, scaled_rows, small_dot, unit_lower_inverse
+from .scores import BC, BT, add_scores, product, scaled_rows, small_dot, sums_in_halves, unit_lower_inverse
 
 
 @triton.jit
@@ -65,26 +65,19 @@ def store_scalars(p, x_T, i_t, i_h, length, H):
 
 @triton.jit
 def rstd_rows(p, i_t, i_h, length, H, K: tl.constexpr):
-    """1 / sqrt(sum x^2 + eps) of every row."""
+    """1 / sqrt(sum x^2 + eps) of every row; 0 for rows that do not exist, so that whatever is read there counts 0."""
     b_x = load_rows(p, i_t, i_h, length, H, K, 0, K)
-    return tl.rsqrt(tl.sum(b_x * b_x, 1) + L2_EPS)
+    return tl.where(tl.arange(0, BT) < length, tl.rsqrt(tl.sum(b_x * b_x, 1) + L2_EPS), 0.0)
 
 
 @triton.jit
 def decays(
-    f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K: tl.constexpr, i_k, BK: tl.constexpr,
+    b_f, dt_bias, rate, i_h, length, lower_bound, K: tl.constexpr, i_k, BK: tl.constexpr,
     BOUNDED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """z = f + dt_bias, and of the base-2 log decay: running sums c and total of each half, and total per half."""
-    o_t, o_k = tl.arange(0, BT), i_k + tl.arange(0, BK)
-    b_bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
-    b_z = load_rows(f, i_t, i_h, length, H, K, i_k, BK) + b_bias[None, :]
-    b_g = log2_decay(b_z, rate, lower_bound, o_t < length, BOUNDED, NARROW)
-    second = (o_t >= BC)[:, None]
-    total_0 = tl.sum(tl.where(second, 0.0, b_g), 0)
-    total_1 = tl.sum(tl.where(second, b_g, 0.0), 0)
-    total = tl.where(second, total_1[None, :], total_0[None, :])
-    return b_z, running_sums(b_g, EXACT), total, total_0, total_1
+    """Sums of the base-2 log decay: in a token's half up to it, in its half, in the other half; [BT, BK] each."""
+    b_z = b_f + tl.load(dt_bias + i_h * K + i_k + tl.arange(0, BK)).to(tl.float32)[None, :]
+    return sums_in_halves(log2_decay(b_z, rate, lower_bound, tl.arange(0, BT) < length, BOUNDED, NARROW), EXACT)
 
 
 @triton.jit
@@ -92,6 +85,8 @@ def scores_kernel(
     q,
     k,
     f,
+    q_rows,
+    k_rows,
     A_log,
     dt_bias,
     chunks,
@@ -111,42 +106,45 @@ def scores_kernel(
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    """q_rows and k_rows are the tensors that the descriptors q and k read."""
     i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_t, length = chunk_of(chunks, i_n)
     if length == 0:
         return
+    i_row = i_t.to(tl.int32)
     o_t = tl.arange(0, BT)
     o_i, o_j = o_t[:, None], o_t[None, :]
     second = o_i >= BC
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    q_rstd = rstd_rows(q, i_t, i_h, length, H, K)
-    k_rstd = rstd_rows(k, i_t, i_h, length, H, K)
+    q_rstd = rstd_rows(q_rows, i_t, i_h, length, H, K)
+    k_rstd = rstd_rows(k_rows, i_t, i_h, length, H, K)
     store_scalars(q_rstds, q_rstd, i_t, i_h, length, H)
     store_scalars(k_rstds, k_rstd, i_t, i_h, length, H)
     q_rstd *= K**-0.5
+    p_decay = decay + (i_n.to(tl.int64) * H + i_h) * K
     qk_across = tl.zeros([BT, BT], tl.float32)
     qk_inside = tl.zeros([BT, BT], tl.float32)
     kk_across = tl.zeros([BT, BT], tl.float32)
     kk_inside = tl.zeros([BT, BT], tl.float32)
     for i_k in range(0, K, BK):
-        _, b_c, total, total_0, total_1 = decays(
-            f, dt_bias, rate, i_t, i_h, length, lower_bound, H, K, i_k, BK, BOUNDED, NARROW, EXACT
-        )
-        o_k = i_k + tl.arange(0, BK)
-        tl.store(decay + (i_n.to(tl.int64) * H + i_h) * K + o_k, tl.exp2(total_0 + total_1))
+        b_c, total, other = decays(
+            f.load([i_row, i_h * K + i_k]).to(tl.float32), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
+            BOUNDED, NARROW, EXACT,
+        )  # fmt: skip
+        o_k = i_k + tl.arange(0, BK)[None, :]
+        tl.store(p_decay + o_k + tl.zeros_like(o_i), tl.exp2(total + other), mask=o_i == 0)
         b_in = tl.exp2(b_c)
-        fade = tl.where(second, tl.exp2(total_0)[None, :], 1.0)
-        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
+        fade = tl.exp2(other)
+        b_k = k.load([i_row, i_h * K + i_k]).to(tl.float32) * k_rstd[:, None]
         b_kin = b_k * b_in
-        store_rows(k_in, b_kin * fade, i_t, i_h, length, H, K, i_k, BK)
+        store_rows(k_in, tl.where(second, b_kin * fade, b_kin), i_t, i_h, length, H, K, i_k, BK)
         b_kout = b_k * tl.exp2(total - b_c)
         kk_across, kk_inside = add_scores(kk_across, kk_inside, b_k, b_kin, b_k, b_kout, b_c, total, NARROW, EXACT)
-        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * q_rstd[:, None]
+        b_q = q.load([i_row, i_h * K + i_k]).to(tl.float32) * q_rstd[:, None]
         b_qin = b_q * b_in
-        store_rows(q_in, b_qin * fade, i_t, i_h, length, H, K, i_k, BK)
+        store_rows(q_in, tl.where(second, b_qin * fade, b_qin), i_t, i_h, length, H, K, i_k, BK)
         qk_across, qk_inside = add_scores(qk_across, qk_inside, b_q, b_qin, b_k, b_kout, b_c, total, NARROW, EXACT)
-        b_kout = tl.where(second, b_kout, b_kout * tl.exp2(total_1)[None, :])
-        store_rows(k_out, b_kout, i_t, i_h, length, H, K, i_k, BK)
+        store_rows(k_out, tl.where(second, b_kout, b_kout * fade), i_t, i_h, length, H, K, i_k, BK)
     inside = o_i // BC == o_j // BC
     qk = tl.where(o_i >= o_j, tl.where(inside, qk_inside, qk_across), 0.0)
     kk = tl.where(o_i > o_j, tl.where(inside, kk_inside, kk_across), 0.0)

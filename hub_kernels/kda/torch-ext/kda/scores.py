@@ -43,7 +43,28 @@ def wide_dot(a, b, EXACT: tl.constexpr):
     """Product of operands that need the range of fp32."""
     if EXACT:
         return tl.dot(a, b, input_precision="ieee")
-    return tl.dot(_round_tf32(a), _round_tf32(b), input_precision="tf32")
+    else:
+        return tl.dot(_round_tf32(a), _round_tf32(b), input_precision="tf32")
+
+
+@triton.jit
+def split(x, EXACT: tl.constexpr):
+    """x as the sum of two bf16 parts, which hold 16 bits of any range; exact: x and zero."""
+    if EXACT:
+        return x, tl.zeros_like(x)
+    else:
+        # Cutting the mantissa off leaves a float32 that needs no conversion back.
+        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def _bf16_dot(a, b):
+    if INTERPRETED:
+        # The interpreter's products of bfloat16 are wrong.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b)
 
 
 @triton.jit
@@ -51,26 +72,37 @@ def sum_rows(weights_TT, x_TK, EXACT: tl.constexpr):
     """weights @ x for weights of 0 and 1, and x > -1000: in two fp16 parts that hold 22 bits."""
     if EXACT:
         return tl.dot(weights_TT, x_TK, input_precision="ieee")
-    weights = weights_TT.to(tl.float16)
-    high = x_TK.to(tl.float16)
-    return tl.dot(weights, high) + tl.dot(weights, (x_TK - high.to(tl.float32)).to(tl.float16))
+    else:
+        weights = weights_TT.to(tl.float16)
+        high = x_TK.to(tl.float16)
+        return tl.dot(weights, high) + tl.dot(weights, (x_TK - high.to(tl.float32)).to(tl.float16))
 
 
 @triton.jit
-def running_sums(g_TK, EXACT: tl.constexpr):
-    """Sums within each half up to and including every token."""
+def sums_in_halves(g_TK, EXACT: tl.constexpr):
+    """Sums within each half up to and including every token, over all of its half, and over the other half.
+
+    All as products, which leave every token its sums without an exchange between threads.
+    """
     o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    return sum_rows(tl.where((o_i >= o_j) & (o_i // BC == o_j // BC), 1.0, 0.0), g_TK, EXACT)
+    same = o_i // BC == o_j // BC
+    running = sum_rows(tl.where(same & (o_i >= o_j), 1.0, 0.0), g_TK, EXACT)
+    total = sum_rows(tl.where(same, 1.0, 0.0), g_TK, EXACT)
+    return running, total, sum_rows(tl.where(same, 0.0, 1.0), g_TK, EXACT)
 
 
 @triton.jit
-def sums_to_end(x_TK, EXACT: tl.constexpr):
-    """Sums over the chunk from every token on, for x of any range."""
+def sums_to_end(x_TK, y_TK, EXACT: tl.constexpr):
+    """Sums of x over the chunk from every token on, plus the sum of y over the chunk; any range."""
+    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    x_high, x_low = split(x_TK, EXACT)
+    y_high, y_low = split(y_TK, EXACT)
+    later = tl.where(o_i <= o_j, 1.0, 0.0).to(x_high.dtype)
+    every = tl.full([BT, BT], 1.0, x_high.dtype)
     if EXACT:
-        return tl.cumsum(x_TK, 0, reverse=True)
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    scale = tl.maximum(tl.max(tl.abs(x_TK), 0), 1e-30)[None, :]
-    return sum_rows(tl.where(o_i <= o_j, 1.0, 0.0), x_TK / scale, EXACT) * scale
+        return tl.dot(later, x_TK, input_precision="ieee") + tl.dot(every, y_TK, input_precision="ieee")
+    else:
+        return _bf16_dot(later, x_high) + _bf16_dot(later, x_low) + _bf16_dot(every, y_high) + _bf16_dot(every, y_low)
 
 
 @triton.jit
@@ -127,82 +159,67 @@ def product(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
-def split(x, EXACT: tl.constexpr):
-    """x as the sum of two bf16 parts, which hold 16 bits of any range; exact: x and zero."""
+def split_dot(a, b, EXACT: tl.constexpr):
+    """a @ b for a in bf16 and b in two parts."""
     if EXACT:
-        return x, tl.zeros_like(x)
-    else:
-        high = x.to(tl.bfloat16)
-        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def _bf16_dot(a, b):
-    if INTERPRETED:
-        # The interpreter's products of bfloat16 are wrong.
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    else:
-        return tl.dot(a, b)
-
-
-@triton.jit
-def split_dot(a_high, a_low, b, EXACT: tl.constexpr):
-    """a @ b for fp32 b, and a given by its two parts."""
-    if EXACT:
-        return tl.dot(a_high, b, input_precision="ieee")
+        return tl.dot(a, b, input_precision="ieee")
     else:
         b_high, b_low = split(b, EXACT)
-        return _bf16_dot(a_high, b_high) + _bf16_dot(a_high, b_low) + _bf16_dot(a_low, b_high)
+        return _bf16_dot(a, b_high) + _bf16_dot(a, b_low)
 
 
 @triton.jit
-def score_gradients(
-    dqk_high, dqk_low, dkk_high, dkk_low, beta_T, q_TK, k_TK, c_TK, total_0, total_1,
-    NARROW: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the scores for some channels of q, of k as row (before beta) and of k as column, [BT, BK] each.
+def row_gradients(dqk, dkk, k_TK, c_TK, total_TK, other_TK, NARROW: tl.constexpr, EXACT: tl.constexpr):
+    """Gradients of the scores for some channels of q and of k as row, before beta, [BT, BK] each.
 
-    dqk and dkk, each in two parts, are zero where there is no score.
+    dqk and dkk [BT, BT] are zero where there is no score, and dqk on its diagonal. They may be rounded to bf16: what a pair of tokens gives
+    one of them for its decay it takes from the other, and both see the same rounding. The other factors may not.
     """
-    o_t = tl.arange(0, BT)
-    o_i, o_j = o_t[:, None], o_t[None, :]
-    second = o_i >= BC
+    second = (tl.arange(0, BT) >= BC)[:, None]
     if NARROW:
         # Within a half the reference is its middle; across, the boundary: the same factors but for one per channel.
-        middle = tl.where(second, total_1[None, :], total_0[None, :]) * 0.5
-        row, column = tl.exp2(c_TK - middle), tl.exp2(middle - c_TK)
-        across = tl.exp2((total_0 + total_1) * 0.5)[None, :]
-        bridge = tl.where(second, across, 1.0)
-        b_x = tl.where(second, 0.0, k_TK * column)
-        dq = bridge * split_dot(dqk_high, dqk_low, b_x, EXACT)
-        drow = bridge * split_dot(dkk_high, dkk_low, b_x, EXACT)
-        b_x = tl.where(second, k_TK * column, 0.0)
-        dq = row * (dq + split_dot(dqk_high, dqk_low, b_x, EXACT))
-        drow = row * (drow + split_dot(dkk_high, dkk_low, b_x, EXACT))
-        dqk_high, dqk_low = tl.trans(dqk_high), tl.trans(dqk_low)
-        dkk_high, dkk_low = tl.trans(dkk_high), tl.trans(dkk_low)
-        b_q, b_k = q_TK * row, k_TK * row * beta_T[:, None]
-        dcolumn = split_dot(dqk_high, dqk_low, tl.where(second, b_q, 0.0), EXACT)
-        dcolumn += split_dot(dkk_high, dkk_low, tl.where(second, b_k, 0.0), EXACT)
-        dcolumn *= tl.where(second, 1.0, across)
-        dcolumn += split_dot(dqk_high, dqk_low, tl.where(second, 0.0, b_q), EXACT)
-        dcolumn += split_dot(dkk_high, dkk_low, tl.where(second, 0.0, b_k), EXACT)
-        return dq, drow, dcolumn * column
+        b_x = k_TK * tl.exp2(total_TK * 0.5 - c_TK)
+        # One after the other: the product of the two leaves the range of float32.
+        enter, leave = tl.exp2(other_TK * 0.5), tl.exp2(total_TK * 0.5)
+        dq = split_dot(dqk, tl.where(second, 0.0, b_x), EXACT)
+        dq = tl.where(second, dq * enter * leave, dq) + split_dot(dqk, tl.where(second, b_x, 0.0), EXACT)
+        drow = split_dot(dkk, tl.where(second, 0.0, b_x), EXACT)
+        drow = tl.where(second, drow * enter * leave, drow) + split_dot(dkk, tl.where(second, b_x, 0.0), EXACT)
+        row = tl.exp2(c_TK - total_TK * 0.5)
+        return row * dq, row * drow
     else:
-        diagonal = tl.sum(tl.where(o_i == o_j, dqk_high.to(tl.float32) + dqk_low.to(tl.float32), 0.0), 1)[:, None]
-        dq = diagonal * k_TK
+        dq = tl.zeros_like(k_TK)
         drow = tl.zeros_like(k_TK)
-        dcolumn = diagonal * q_TK
         for level in tl.static_range(LEVELS):
-            row, column, here = _level(c_TK + tl.where(second, total_0[None, :], 0.0), level, EXACT)
-            qk_high, qk_low = tl.where(here, dqk_high, 0.0), tl.where(here, dqk_low, 0.0)
-            kk_high, kk_low = tl.where(here, dkk_high, 0.0), tl.where(here, dkk_low, 0.0)
-            dq += row * split_dot(qk_high, qk_low, k_TK * column, EXACT)
-            drow += row * split_dot(kk_high, kk_low, k_TK * column, EXACT)
-            dlevel = split_dot(tl.trans(qk_high), tl.trans(qk_low), q_TK * row, EXACT)
-            dlevel += split_dot(tl.trans(kk_high), tl.trans(kk_low), k_TK * row * beta_T[:, None], EXACT)
+            row, column, here = _level(c_TK + tl.where(second, other_TK, 0.0), level, EXACT)
+            dq += row * split_dot(tl.where(here, dqk, 0.0), k_TK * column, EXACT)
+            drow += row * split_dot(tl.where(here, dkk, 0.0), k_TK * column, EXACT)
+        return dq, drow
+
+
+@triton.jit
+def column_gradients(dqk, dkk, q_TK, k_TK, c_TK, total_TK, other_TK, NARROW: tl.constexpr, EXACT: tl.constexpr):
+    """Gradients of the scores for some channels of k as column; k_TK as row has beta in it."""
+    second = (tl.arange(0, BT) >= BC)[:, None]
+    if NARROW:
+        row = tl.exp2(c_TK - total_TK * 0.5)
+        b_q, b_k = q_TK * row, k_TK * row
+        dqk, dkk = tl.trans(dqk), tl.trans(dkk)
+        dcolumn = split_dot(dqk, tl.where(second, b_q, 0.0), EXACT)
+        dcolumn += split_dot(dkk, tl.where(second, b_k, 0.0), EXACT)
+        enter, leave = tl.exp2(other_TK * 0.5), tl.exp2(total_TK * 0.5)
+        dcolumn = tl.where(second, dcolumn, dcolumn * enter * leave)
+        dcolumn += split_dot(dqk, tl.where(second, 0.0, b_q), EXACT)
+        dcolumn += split_dot(dkk, tl.where(second, 0.0, b_k), EXACT)
+        return dcolumn * tl.exp2(total_TK * 0.5 - c_TK)
+    else:
+        dcolumn = tl.zeros_like(k_TK)
+        for level in tl.static_range(LEVELS):
+            row, column, here = _level(c_TK + tl.where(second, other_TK, 0.0), level, EXACT)
+            dlevel = split_dot(tl.trans(tl.where(here, dqk, 0.0)), q_TK * row, EXACT)
+            dlevel += split_dot(tl.trans(tl.where(here, dkk, 0.0)), k_TK * row, EXACT)
             dcolumn += column * dlevel
-        return dq, drow, dcolumn
+        return dcolumn
 
 
 @triton.jit
