@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from triton.tools.tensor_descriptor import TensorDescriptor
-
 from ._ops import op
 from .documents import chunk_tables
 from .gradients import key_gradients_kernel, value_gradients_kernel
@@ -20,12 +18,12 @@ from .scores import BT
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Launch settings, chosen on an H200; channels of a step of `scores_kernel`.
-SCORES, SCORE_CHANNELS = {"num_warps": 4, "num_stages": 2}, 32
+SCORES, SCORE_CHANNELS = {"num_warps": 4, "num_stages": 1}, 16
 SOLVE = {"num_warps": 4}
-FORWARD, FORWARD_VALUES = {"num_warps": 8, "num_stages": 2}, 128
-BACKWARD, BACKWARD_VALUES = {"num_warps": 8, "num_stages": 2}, 128
+FORWARD, FORWARD_VALUES = {"num_warps": 8, "num_stages": 1}, 128
+BACKWARD, BACKWARD_VALUES = {"num_warps": 8, "num_stages": 1}, 128
 VALUES = {"num_warps": 8}
-KEYS, KEY_CHANNELS = {"num_warps": 4, "num_stages": 2}, 32
+KEYS, KEY_CHANNELS = {"num_warps": 4, "num_stages": 1}, 16
 # With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
 NARROWEST_BOUND = -5.0
 
@@ -148,7 +146,7 @@ class _Call:
         q_rstds, k_rstds = self.empty(q, M, H), self.empty(q, M, H)
         BK = min(K, SCORE_CHANNELS)
         scores_kernel[(N * H,)](
-            self.rows(q, BK), self.rows(k, BK), self.rows(f, BK), q, k, A_log, dt_bias, self.chunks,
+            q, k, f, A_log, dt_bias, self.chunks,
             q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, self.lower_bound,
             H, K, BK, **self.gate, EXACT=self.exact, **SCORES,
         )  # fmt: skip
@@ -160,15 +158,10 @@ class _Call:
         )  # fmt: skip
         return _Chunks(q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
 
-    def rows(self, x_MHD: torch.Tensor, width: int | None = None, rows: int | None = None) -> TensorDescriptor:
-        """Reads of a chunk's rows of one head, or of `width` of its columns."""
-        x_MD = x_MHD.view(rows or self.M, -1)
-        return TensorDescriptor.from_tensor(x_MD, [BT.value, width or x_MHD.shape[-1]])
-
     def run(self, work: _Chunks, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
         forward_kernel[(self.X * self.H * (self.V // self.forward_BV),)](
-            self.rows(work.q_in), self.rows(work.k_out), self.rows(work.w), self.rows(work.u, self.forward_BV), work.u_scale,
-            self.rows(work.attend), work.decay, self.documents,
+            work.q_in, work.k_out, work.w, work.u, work.u_scale,
+            work.attend, work.decay, self.documents,
             initial, final, o, states, states_scale, values, values_scale,
             self.H, self.K, self.V, self.forward_BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
             BACKWARD=states is not None, EXACT=self.exact, **self.forward,
@@ -205,7 +198,7 @@ def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def _outputs(q, v, cu_seqlens, output_final_state):
-    B, T, H, K = q.shape
+    B, _, H, K = q.shape
     X = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = (X, H, K, v.shape[-1]) if output_final_state else (0,)
     return q.new_empty(v.shape), q.new_empty(final, dtype=torch.float32)
@@ -261,8 +254,8 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     dstates, dvalues = torch.empty_like(states), torch.empty_like(values)
     dstates_scale, dvalues_scale = torch.empty_like(states_scale), torch.empty_like(values_scale)
     backward_kernel[(call.X * H * (V // call.backward_BV),)](
-        call.rows(do, call.backward_BV), call.rows(work.q_in), call.rows(work.k_out), call.rows(work.w),
-        call.rows(work.attend), work.decay, call.documents,
+        do, work.q_in, work.k_out, work.w,
+        work.attend, work.decay, call.documents,
         dfinal, dinitial, dstates, dstates_scale, dvalues, dvalues_scale, H, K, V, call.backward_BV,
         HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **call.backward,
     )  # fmt: skip
@@ -282,8 +275,8 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H)
     BK = min(K, KEY_CHANNELS)
     key_gradients_kernel[(N * H,)](
-        call.rows(q, BK), call.rows(k, BK), f, *(call.rows(x, BK) for x in (work.q_in, work.k_in, work.k_out)),
-        call.rows(dscores, rows=2 * M), beta, A_log, dt_bias, call.chunks, ddecay, row_scales,
+        q, k, f, work.q_in, work.k_in, work.k_out,
+        dscores, beta, A_log, dt_bias, call.chunks, ddecay, row_scales,
         work.q_rstds, work.k_rstds, own_scores, q_dots, k_dots, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
         M, H, K, BK, **call.gate, EXACT=call.exact, **KEYS,
     )  # fmt: skip

@@ -18,7 +18,16 @@ import triton.language as tl
 
 from .gate import decay_gradient
 from .prepare import chunk_of, decays, load_rows, load_scalars, load_tile, offsets, store_rows, store_scalars
-from .scores import BC, BT, column_gradients, product, row_gradients, scaled_rows, sums_to_end
+from .scores import BC, BT, column_gradients, product, rounded, row_gradients, scaled_rows, sums_to_end
+
+
+@triton.jit
+def _score(x_TT, EXACT: tl.constexpr):
+    """x, rounded to the 8 bits of bf16 unless exact (Triton's interpreter would cut the others off)."""
+    if EXACT:
+        return x_TT
+    else:
+        return rounded(x_TT, 16)
 
 
 @triton.jit
@@ -104,7 +113,7 @@ def value_gradients_kernel(
     # A token's score with itself does not decay: kept apart, it need not cancel in the decay's gradient.
     same = o_t[:, None] == o_t[None, :]
     store_scalars(own_scores, tl.sum(tl.where(same, b_da, 0.0), 1), i_t, i_h, length, H)
-    store_rows(dscores, tl.where(same, 0.0, b_da), i_t, i_h, length, H, BT, 0, BT)
+    store_rows(dscores, _score(tl.where(same, 0.0, b_da), EXACT), i_t, i_h, length, H, BT, 0, BT)
     b_da *= load_rows(attend, i_t, i_h, length, H, BT, 0, BT)
     store_scalars(q_dots, q_dot + tl.sum(b_da, 1), i_t, i_h, length, H)
     k_dot += tl.sum(b_da, 0)
@@ -126,20 +135,26 @@ def value_gradients_kernel(
 
     x, x_scale = scaled_rows(b_dy * c_scale[None, :], EXACT)
     b_da = tl.where(o_t[:, None] > o_t[None, :], product(x, tl.trans(b_c), EXACT) * -x_scale[:, None], 0.0)
-    store_rows(dscores + span * BT, b_da, i_t, i_h, length, H, BT, 0, BT)
+    store_rows(dscores + span * BT, _score(b_da, EXACT), i_t, i_h, length, H, BT, 0, BT)
     b_da *= load_rows(keys, i_t, i_h, length, H, BT, 0, BT)
     k_dot += tl.sum(b_da * b_beta[:, None], 0)
     store_scalars(k_dots, k_dot, i_t, i_h, length, H)
 
 
 @triton.jit
-def reload_rows(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """`load_rows` that the compiler cannot merge with an earlier one, nor what is computed from it.
+def reload_tile(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    """`load_tile` that the compiler cannot merge with an earlier one, nor what is computed from it.
 
     What is held across the products does not fit the registers; working it out again is cheaper than spilling it.
     """
     o_td, m_t = offsets(length, H, D, BD)
-    return tl.load(p + ((i_t * H + i_h) * D + i_d) + o_td, mask=m_t, other=0.0, volatile=True).to(tl.float32)
+    return tl.load(p + ((i_t * H + i_h) * D + i_d) + o_td, mask=m_t, other=0.0, volatile=True)
+
+
+@triton.jit
+def reload_rows(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
+    """The same in fp32."""
+    return reload_tile(p, i_t, i_h, length, H, D, i_d, BD).to(tl.float32)
 
 
 @triton.jit
@@ -182,10 +197,7 @@ def key_gradients_kernel(
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """dq, dk, df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H].
-
-    The descriptors also read rows behind the end of the document: their scales and factors are zero here.
-    """
+    """dq, dk, df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H]."""
     i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_t, length = chunk_of(chunks, i_n)
     i_nh = i_n.to(tl.int64) * H + i_h
@@ -193,7 +205,6 @@ def key_gradients_kernel(
         tl.store(ddt_bias + i_nh * K + tl.arange(0, K), tl.zeros([K], tl.float32))
         tl.store(dA_log + i_nh, 0.0)
         return
-    i_row = i_t.to(tl.int32)
     o_t = tl.arange(0, BT)
     second = (o_t >= BC)[:, None]
     span = M.to(tl.int64) * H
@@ -210,20 +221,19 @@ def key_gradients_kernel(
     scale: tl.constexpr = K**-0.5
     b_dA = tl.zeros([BT], tl.float32)
     for i_k in tl.range(0, K, BK, disable_licm=True):
-        i_column = i_h * K + i_k
         b_c, total, other = decays(
             load_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
             BOUNDED, NARROW, EXACT,
         )  # fmt: skip
-        b_k = k.load([i_row, i_column]).to(tl.float32) * k_rstd[:, None]
-        b_dq, b_drow = row_gradients(
-            dscores.load([i_row, i_h * BT]), dscores.load([i_row + M, i_h * BT]), b_k, b_c, total, other, NARROW, EXACT
-        )
+        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
+        dqk = load_tile(dscores, i_t, i_h, length, H, BT, 0, BT)
+        dkk = load_tile(dscores + span * BT, i_t, i_h, length, H, BT, 0, BT)
+        b_dq, b_drow = row_gradients(dqk, dkk, b_k, b_c, total, other, NARROW, EXACT)
         b_in = tl.exp2(b_c + tl.where(second, other, 0.0))
-        b_dq += b_in * (dq_in.load([i_row, i_column]).to(tl.float32) * q_scale)
-        b_drow -= b_in * (dk_in.load([i_row, i_column]).to(tl.float32) * in_scale)
+        b_dq += b_in * (load_rows(dq_in, i_t, i_h, length, H, K, i_k, BK) * q_scale)
+        b_drow -= b_in * (load_rows(dk_in, i_t, i_h, length, H, K, i_k, BK) * in_scale)
         b_drow *= b_beta
-        b_q = q.load([i_row, i_column]).to(tl.float32) * q_rstd[:, None]
+        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * q_rstd[:, None]
         dG = b_q * scale * b_dq + b_k * b_drow
         b_dq += own * b_k
         store_rows(dq, unit_gradient(b_dq, b_q, q_dot, q_rstd, scale), i_t, i_h, length, H, K, i_k, BK)
@@ -232,16 +242,15 @@ def key_gradients_kernel(
             reload_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
             BOUNDED, NARROW, EXACT,
         )  # fmt: skip
-        b_q = q.load([i_row, i_column]).to(tl.float32) * (q_rstd * scale)[:, None]
-        b_k = k.load([i_row, i_column]).to(tl.float32) * k_rstd[:, None] * b_beta
-        b_dcolumn = column_gradients(
-            dscores.load([i_row, i_h * BT]), dscores.load([i_row + M, i_h * BT]), b_q, b_k, b_c, total, other, NARROW,
-            EXACT,
-        )  # fmt: skip
+        b_q = reload_rows(q, i_t, i_h, length, H, K, i_k, BK) * (q_rstd * scale)[:, None]
+        b_k = reload_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None] * b_beta
+        dqk = reload_tile(dscores, i_t, i_h, length, H, BT, 0, BT)
+        dkk = reload_tile(dscores + span * BT, i_t, i_h, length, H, BT, 0, BT)
+        b_dcolumn = column_gradients(dqk, dkk, b_q, b_k, b_c, total, other, NARROW, EXACT)
         b_dwrite = tl.exp2(total - b_c + tl.where(second, 0.0, other))
-        b_dwrite *= dk_out.load([i_row, i_column]).to(tl.float32) * out_scale
+        b_dwrite *= reload_rows(dk_out, i_t, i_h, length, H, K, i_k, BK) * out_scale
         b_dcolumn += b_dwrite
-        b_k = k.load([i_row, i_column]).to(tl.float32) * k_rstd[:, None]
+        b_k = reload_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
         b_dk = unit_gradient(b_drow + b_dcolumn + own * b_q, b_k, k_dot, k_rstd, 1.0)
         store_rows(dk, b_dk, i_t, i_h, length, H, K, i_k, BK)
         # What the decay of the whole chunk gains reaches the log decay of every token in it.

@@ -65,7 +65,7 @@ def store_scalars(p, x_T, i_t, i_h, length, H):
 
 @triton.jit
 def rstd_rows(p, i_t, i_h, length, H, K: tl.constexpr):
-    """1 / sqrt(sum x^2 + eps) of every row; 0 for rows that do not exist, so that whatever is read there counts 0."""
+    """1 / sqrt(sum x^2 + eps) of every row; 0 for rows that do not exist."""
     b_x = load_rows(p, i_t, i_h, length, H, K, 0, K)
     return tl.where(tl.arange(0, BT) < length, tl.rsqrt(tl.sum(b_x * b_x, 1) + L2_EPS), 0.0)
 
@@ -85,8 +85,6 @@ def scores_kernel(
     q,
     k,
     f,
-    q_rows,
-    k_rows,
     A_log,
     dt_bias,
     chunks,
@@ -106,18 +104,17 @@ def scores_kernel(
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """q_rows and k_rows are the tensors that the descriptors q and k read."""
+    """q_in, k_in, k_out, attend, decay, the scores of keys (before beta) and the factors of unit length."""
     i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_t, length = chunk_of(chunks, i_n)
     if length == 0:
         return
-    i_row = i_t.to(tl.int32)
     o_t = tl.arange(0, BT)
     o_i, o_j = o_t[:, None], o_t[None, :]
     second = o_i >= BC
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    q_rstd = rstd_rows(q_rows, i_t, i_h, length, H, K)
-    k_rstd = rstd_rows(k_rows, i_t, i_h, length, H, K)
+    q_rstd = rstd_rows(q, i_t, i_h, length, H, K)
+    k_rstd = rstd_rows(k, i_t, i_h, length, H, K)
     store_scalars(q_rstds, q_rstd, i_t, i_h, length, H)
     store_scalars(k_rstds, k_rstd, i_t, i_h, length, H)
     q_rstd *= K**-0.5
@@ -126,21 +123,21 @@ def scores_kernel(
     qk_inside = tl.zeros([BT, BT], tl.float32)
     kk_across = tl.zeros([BT, BT], tl.float32)
     kk_inside = tl.zeros([BT, BT], tl.float32)
-    for i_k in range(0, K, BK):
+    for i_k in tl.range(0, K, BK, disable_licm=True):
         b_c, total, other = decays(
-            f.load([i_row, i_h * K + i_k]).to(tl.float32), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
+            load_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
             BOUNDED, NARROW, EXACT,
         )  # fmt: skip
         o_k = i_k + tl.arange(0, BK)[None, :]
         tl.store(p_decay + o_k + tl.zeros_like(o_i), tl.exp2(total + other), mask=o_i == 0)
         b_in = tl.exp2(b_c)
         fade = tl.exp2(other)
-        b_k = k.load([i_row, i_h * K + i_k]).to(tl.float32) * k_rstd[:, None]
+        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
         b_kin = b_k * b_in
         store_rows(k_in, tl.where(second, b_kin * fade, b_kin), i_t, i_h, length, H, K, i_k, BK)
         b_kout = b_k * tl.exp2(total - b_c)
         kk_across, kk_inside = add_scores(kk_across, kk_inside, b_k, b_kin, b_k, b_kout, b_c, total, NARROW, EXACT)
-        b_q = q.load([i_row, i_h * K + i_k]).to(tl.float32) * q_rstd[:, None]
+        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * q_rstd[:, None]
         b_qin = b_q * b_in
         store_rows(q_in, tl.where(second, b_qin * fade, b_qin), i_t, i_h, length, H, K, i_k, BK)
         qk_across, qk_inside = add_scores(qk_across, qk_inside, b_q, b_qin, b_k, b_kout, b_c, total, NARROW, EXACT)

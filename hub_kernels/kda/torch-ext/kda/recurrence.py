@@ -3,15 +3,13 @@
 The state is held transposed, [BV, K]: its rows never mix, so a row can be scaled by its largest magnitude before a
 product in fp16 and the result scaled back. Products thus keep 11 bits for inputs of any range.
 
-What the first pass left is read through tensor descriptors, as [M, H * width]: a read past the end of a document
-brings rows of the next one, so that whatever multiplies them is masked here.
-
 Legend: M tokens, N chunks of BT tokens, X documents, H heads, K key width, V value width, BV values of a program.
 """
 
 import triton
 import triton.language as tl
 
+from .prepare import load_tile
 from .scores import BT, product, scaled_rows
 
 
@@ -60,17 +58,15 @@ def forward_kernel(
         b_s = tl.zeros([BV, K], tl.float32)
     for _ in range(count):
         m_t = o_t < length
-        i_row = i_t.to(tl.int32)
         i_mh = i_t * H + i_h
         i_nh = i_n * H + i_h
-        b_w = w.load([i_row, i_h * K])
-        b_k = k_out.load([i_row, i_h * K])
-        # The scale of a row that does not exist is zero here.
-        b_u = tl.trans(u.load([i_row, i_h * V + i_v * BV]).to(tl.float32))
+        b_w = load_tile(w, i_t, i_h, length, H, K, 0, K)
+        b_k = load_tile(k_out, i_t, i_h, length, H, K, 0, K)
+        b_u = tl.load(u + i_mh * V + o_vt, mask=m_t[None, :], other=0.0).to(tl.float32)
         b_u *= tl.load(u_scale + i_mh + o_t * H, mask=m_t, other=0.0)[None, :]
         b_decay = tl.load(decay + i_nh * K + o_k)
         s_operand, s_scale = scaled_rows(b_s, EXACT)
-        b_u -= tl.where(m_t[None, :], product(s_operand, tl.trans(b_w), EXACT) * s_scale[:, None], 0.0)
+        b_u -= product(s_operand, tl.trans(b_w), EXACT) * s_scale[:, None]
         u_operand, v_scale = scaled_rows(b_u, EXACT)
         if BACKWARD:
             tl.store(states + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], s_operand)
@@ -78,8 +74,8 @@ def forward_kernel(
             tl.store(values + i_mh * V + o_vt, u_operand, mask=m_t[None, :])
             tl.store(values_scale + i_nh * V + o_v, v_scale)
         else:
-            b_q = q_in.load([i_row, i_h * K])
-            b_a = attend.load([i_row, i_h * BT])
+            b_q = load_tile(q_in, i_t, i_h, length, H, K, 0, K)
+            b_a = load_tile(attend, i_t, i_h, length, H, BT, 0, BT)
             b_o = product(s_operand, tl.trans(b_q), EXACT) * s_scale[:, None]
             b_o += product(u_operand, tl.trans(b_a), EXACT) * v_scale[:, None]
             tl.store(o + i_mh * V + o_vt, b_o.to(o.dtype.element_ty), mask=m_t[None, :])
@@ -133,21 +129,18 @@ def backward_kernel(
         b_ds = tl.zeros([BV, K], tl.float32)
     for _ in range(count):
         m_t = o_t < length
-        i_row = i_t.to(tl.int32)
         i_mh = i_t * H + i_h
         i_nh = i_n * H + i_h
-        b_do = tl.trans(do.load([i_row, i_h * V + i_v * BV]).to(tl.float32))
-        b_do = tl.where(m_t[None, :], b_do, 0.0)
-        b_a = attend.load([i_row, i_h * BT])
-        b_k = k_out.load([i_row, i_h * K])
-        b_q = q_in.load([i_row, i_h * K])
-        b_w = w.load([i_row, i_h * K])
+        b_do = tl.load(do + i_mh * V + o_vt, mask=m_t[None, :], other=0.0).to(tl.float32)
+        b_a = load_tile(attend, i_t, i_h, length, H, BT, 0, BT)
+        b_k = load_tile(k_out, i_t, i_h, length, H, K, 0, K)
+        b_q = load_tile(q_in, i_t, i_h, length, H, K, 0, K)
+        b_w = load_tile(w, i_t, i_h, length, H, K, 0, K)
         b_decay = tl.load(decay + i_nh * K + o_k)
         do_operand, do_scale = scaled_rows(b_do, EXACT)
         ds_operand, ds_scale = scaled_rows(b_ds, EXACT)
         b_dv = product(do_operand, b_a, EXACT) * do_scale[:, None]
         b_dv += product(ds_operand, tl.trans(b_k), EXACT) * ds_scale[:, None]
-        b_dv = tl.where(m_t[None, :], b_dv, 0.0)
         dv_operand, dv_scale = scaled_rows(b_dv, EXACT)
         tl.store(dstates + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], ds_operand)
         tl.store(dstates_scale + i_nh * V + o_v, ds_scale)

@@ -33,9 +33,10 @@ def small_dot(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _round_tf32(x):
-    """Nearest value with ten bits of mantissa: the matrix units would cut the rest off, which is a bias."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -8192).to(tl.float32, bitcast=True)
+def rounded(x, BITS: tl.constexpr):
+    """Nearest fp32 value whose last BITS bits are zero; what is not a number stays so."""
+    bits = x.to(tl.int32, bitcast=True) + (1 << (BITS - 1))
+    return tl.where(x == x, (bits & -(1 << BITS)).to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -44,7 +45,8 @@ def wide_dot(a, b, EXACT: tl.constexpr):
     if EXACT:
         return tl.dot(a, b, input_precision="ieee")
     else:
-        return tl.dot(_round_tf32(a), _round_tf32(b), input_precision="tf32")
+        # To the ten bits of tf32: the matrix units would cut the others off, which is a bias.
+        return tl.dot(rounded(a, 13), rounded(b, 13), input_precision="tf32")
 
 
 @triton.jit
@@ -98,7 +100,7 @@ def sums_to_end(x_TK, y_TK, EXACT: tl.constexpr):
     x_high, x_low = split(x_TK, EXACT)
     y_high, y_low = split(y_TK, EXACT)
     later = tl.where(o_i <= o_j, 1.0, 0.0).to(x_high.dtype)
-    every = tl.full([BT, BT], 1.0, x_high.dtype)
+    every = tl.full([BT, BT], 1.0, tl.float32).to(x_high.dtype)
     if EXACT:
         return tl.dot(later, x_TK, input_precision="ieee") + tl.dot(every, y_TK, input_precision="ieee")
     else:
@@ -172,8 +174,9 @@ def split_dot(a, b, EXACT: tl.constexpr):
 def row_gradients(dqk, dkk, k_TK, c_TK, total_TK, other_TK, NARROW: tl.constexpr, EXACT: tl.constexpr):
     """Gradients of the scores for some channels of q and of k as row, before beta, [BT, BK] each.
 
-    dqk and dkk [BT, BT] are zero where there is no score, and dqk on its diagonal. They may be rounded to bf16: what a pair of tokens gives
-    one of them for its decay it takes from the other, and both see the same rounding. The other factors may not.
+    dqk and dkk [BT, BT] are zero where there is no score, and dqk on its diagonal. They may be rounded to bf16: what a
+    pair of tokens gives one of them for its decay it takes from the other, and both see the same rounding. The other
+    factors may not.
     """
     second = (tl.arange(0, BT) >= BC)[:, None]
     if NARROW:
