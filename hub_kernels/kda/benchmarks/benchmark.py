@@ -64,11 +64,9 @@ def ours(*x: torch.Tensor) -> torch.Tensor:
 
 
 def definition(q, k, v, f, beta, A_log, dt_bias) -> torch.Tensor:
-    q, k, v, f, beta = (x.squeeze(0) for x in (q, k, v, f, beta))
-    g = ops.kda_gate(f, A_log, dt_bias, LOWER_BOUND)
-    beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()
-    documents = Documents(torch.zeros(1, len(q), dtype=torch.long, device=q.device))
-    return ops.kda_chunk(q, k, v, g, beta, documents)[0].unsqueeze(0)
+    tokens = [x.squeeze(0) for x in (q, k, v, f, beta)]
+    documents = Documents(torch.zeros(1, len(tokens[0]), dtype=torch.long, device=q.device))
+    return ops.kda_chunk(*tokens, A_log, dt_bias, LOWER_BOUND, documents)[0].unsqueeze(0)
 
 
 def one_line(error: Exception) -> str:
