@@ -73,6 +73,7 @@ def test_widths_of_the_window(as_accurate, device, W):
     compare(as_accurate, *inputs(31, (16,), W, torch.float32, device, documents=3), cu_seqlens)
 
 
+@pytest.mark.slow
 def test_many_tiles_and_blocks_of_channels(as_accurate, device, monkeypatch):
     """Tiles of one step, so that every boundary between tiles is crossed by taps and their gradients."""
     monkeypatch.setattr("kda.conv.LONGEST_TILE", 8)
