@@ -5,6 +5,7 @@ Kernels are played by the torch definitions behind the kernels' signatures, so e
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -257,7 +258,7 @@ def test_remote_code_takes_the_choice(tiny: Path) -> None:
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
     """Nowhere: no variable, no checkout, an empty cache. Records what is said and what is asked of the Hub."""
     said, asked = [], []
     monkeypatch.delenv("LOCAL_KERNELS", raising=False)
@@ -274,7 +275,12 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return str(tmp_path / "downloaded")
 
     monkeypatch.setattr(kernel_loading, "snapshot_download", download)
-    return SimpleNamespace(said=said, asked=asked)
+    # What other tests have loaded must not be found here, nor what is loaded here by them.
+    others = sys.modules.pop("latentmoe_kda_source", None)
+    yield SimpleNamespace(said=said, asked=asked)
+    sys.modules.pop("latentmoe_kda_source", None)
+    if others is not None:
+        sys.modules["latentmoe_kda_source"] = others
 
 
 def test_the_order_of_places(places: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -292,11 +298,10 @@ def test_the_order_of_places(places: SimpleNamespace, monkeypatch: pytest.Monkey
     source.parent.mkdir()
     source.write_text("")
     monkeypatch.setattr(kernel_loading, "_checkout", lambda name: source)
-    monkeypatch.delitem(sys.modules, "latentmoe_kda_source", raising=False)
     module = kernel_loading.load("kda", "auto")
     assert module.__file__ == str(source)
     assert kernel_loading.load("kda", "hub").__name__.endswith("cached")
-    monkeypatch.delitem(sys.modules, "latentmoe_kda_source")
+    del sys.modules["latentmoe_kda_source"]
 
     monkeypatch.setenv("LOCAL_KERNELS", "other/name=/x:latentmoe/kda=/some/folder")
     for choice in ("auto", "hub"):
@@ -330,7 +335,6 @@ def test_sources_that_fail_to_import_are_an_error(
 ) -> None:
     (tmp_path / "__init__.py").write_text("raise RuntimeError('half a kernel')")
     monkeypatch.setattr(kernel_loading, "_checkout", lambda name: tmp_path / "__init__.py")
-    monkeypatch.delitem(sys.modules, "latentmoe_kda_source", raising=False)
     with pytest.raises(RuntimeError, match="half a kernel"):
         kernel_loading.load("kda", "auto")
     assert "latentmoe_kda_source" not in sys.modules
@@ -345,12 +349,10 @@ def test_both_copies_of_the_code_share_the_kernels(
     spec.loader.exec_module(copy)
     (tmp_path / "__init__.py").write_text("made = object()")
     modules = []
-    monkeypatch.delitem(sys.modules, "latentmoe_kda_source", raising=False)
     for loading in (kernel_loading, copy):
         monkeypatch.setattr(loading, "_checkout", lambda name: tmp_path / "__init__.py")
         modules.append(loading.load("kda", "auto"))
     assert modules[0] is modules[1]
-    monkeypatch.delitem(sys.modules, "latentmoe_kda_source")
 
 
 def test_the_checkout_is_found_from_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

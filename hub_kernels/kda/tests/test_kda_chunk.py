@@ -216,6 +216,14 @@ def test_documents_do_not_see_each_other(device):
         assert torch.equal(results[name][1], others[name][1]), name
 
 
+def test_tokens_outside_all_documents_are_nan(device):
+    given = inputs(8, 1, 16, 16, torch.float32, device, documents=1)
+    whole = run(chunk_kda, {n: x[:, :5] if n in (*STREAMS, "do") else x for n, x in given.items()}, lower_bound=-5.0)
+    part = {name: given[name] for name in INPUTS}
+    o, _ = chunk_kda(**part, lower_bound=-5.0, cu_seqlens=torch.tensor([0, 5], device=device))
+    assert torch.equal(o[:, :5], whole["o"]) and o[:, 5:].isnan().all()
+
+
 def test_rows_of_a_batch_do_not_see_each_other(device):
     """Public report 69: a row gives the same bits in any batch."""
     given = inputs(66, 1, 16, 16, torch.float16, device, B=3)

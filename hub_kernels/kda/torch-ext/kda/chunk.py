@@ -17,11 +17,10 @@ from .scores import BT
 
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Launch settings, chosen on an H200; channels of a step of `scores_kernel`.
+# Launch settings, chosen on an H200; channels of a step of the kernels that take them in parts.
 SCORES, SCORE_CHANNELS = {"num_warps": 4, "num_stages": 1}, 16
 SOLVE = {"num_warps": 4}
-FORWARD, FORWARD_VALUES = {"num_warps": 8, "num_stages": 1}, 128
-BACKWARD, BACKWARD_VALUES = {"num_warps": 8, "num_stages": 1}, 128
+SERIAL = {"num_warps": 8, "num_stages": 1}
 VALUES = {"num_warps": 8}
 KEYS, KEY_CHANNELS = {"num_warps": 4, "num_stages": 1}, 16
 # With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
@@ -48,8 +47,9 @@ def chunk_kda(
     here, f is the raw decay input. beta: [B, T, H], logits. A_log: [H]; dt_bias: [H, K]. K and V are 16, 32, 64 or
     128. lower_bound: the gate's bound, negative, or None for the gate without a bound. cu_seqlens: int [X + 1],
     borders of packed documents (B must be 1) from 0 to T, empty documents allowed; without it every row of the batch
-    is a document. initial_state: [X, H, K, V] float32. Everything but lower_bound and cu_seqlens has a gradient;
-    nothing but the inputs is kept for it. ValueError names the argument that does not fit.
+    is a document, and outputs of tokens that it leaves out are NaN. initial_state: [X, H, K, V] float32. Everything
+    but lower_bound and cu_seqlens has a gradient; nothing but the inputs is kept for it. ValueError names the
+    argument that does not fit.
 
     Products are taken in float16 of scaled rows and in tf32, which is finer than the rounding of bfloat16 outputs;
     with float32 inputs they are taken in float32. See `reference.py` for the definition.
@@ -129,11 +129,8 @@ class _Call:
         self.gate = {"BOUNDED": lower_bound is not None, "NARROW": (lower_bound or -torch.inf) >= NARROWEST_BOUND}
         self.lower_bound = 0.0 if lower_bound is None else lower_bound
         # Exact products hold their operands in registers: small tiles.
-        small = {"num_warps": 4, "num_stages": 1}
-        self.forward = small if self.exact or self.V < 128 else FORWARD
-        self.backward = small if self.exact or self.V < 128 else BACKWARD
-        self.forward_BV = 16 if self.exact else min(self.V, FORWARD_VALUES)
-        self.backward_BV = 16 if self.exact else min(self.V, BACKWARD_VALUES)
+        self.BV = 16 if self.exact else self.V
+        self.serial = SERIAL if self.BV == 128 else {"num_warps": 4, "num_stages": 1}
 
     def empty(self, q, *shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -159,12 +156,12 @@ class _Call:
         return _Chunks(q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
 
     def run(self, work: _Chunks, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
-        forward_kernel[(self.X * self.H * (self.V // self.forward_BV),)](
+        forward_kernel[(self.X * self.H * (self.V // self.BV),)](
             work.q_in, work.k_out, work.w, work.u, work.u_scale,
             work.attend, work.decay, self.documents,
             initial, final, o, states, states_scale, values, values_scale,
-            self.H, self.K, self.V, self.forward_BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
-            BACKWARD=states is not None, EXACT=self.exact, **self.forward,
+            self.H, self.K, self.V, self.BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+            BACKWARD=states is not None, EXACT=self.exact, **self.serial,
         )  # fmt: skip
 
 
@@ -198,10 +195,12 @@ def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 
 def _outputs(q, v, cu_seqlens, output_final_state):
+    """Room for the outputs; tokens that are in no document are not a number, so that no one takes them for results."""
     B, _, H, K = q.shape
     X = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = (X, H, K, v.shape[-1]) if output_final_state else (0,)
-    return q.new_empty(v.shape), q.new_empty(final, dtype=torch.float32)
+    o = q.new_empty(v.shape) if cu_seqlens is None else q.new_full(v.shape, torch.nan)
+    return o, q.new_empty(final, dtype=torch.float32)
 
 
 def _passed_on(state: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
@@ -253,11 +252,11 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     call.run(work, initial_state, None, None, states, states_scale, values, values_scale)
     dstates, dvalues = torch.empty_like(states), torch.empty_like(values)
     dstates_scale, dvalues_scale = torch.empty_like(states_scale), torch.empty_like(values_scale)
-    backward_kernel[(call.X * H * (V // call.backward_BV),)](
+    backward_kernel[(call.X * H * (V // call.BV),)](
         do, work.q_in, work.k_out, work.w,
         work.attend, work.decay, call.documents,
-        dfinal, dinitial, dstates, dstates_scale, dvalues, dvalues_scale, H, K, V, call.backward_BV,
-        HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **call.backward,
+        dfinal, dinitial, dstates, dstates_scale, dvalues, dvalues_scale, H, K, V, call.BV,
+        HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **call.serial,
     )  # fmt: skip
     work = work._replace(w=None, u=None)
     row_scales, ddecay = call.empty(q, 3, M, H), call.empty(q, N, H, K)
