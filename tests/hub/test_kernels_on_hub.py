@@ -73,7 +73,7 @@ def test_get_kernel(
 def test_the_models_own_loader(
     hub: LoopbackHub, push: Callable, hub_env: dict[str, str], fresh_process: Callable[..., str]
 ) -> None:
-    """Only "hub" downloads; what it left in the cache serves both choices without a connection."""
+    """Public report 93: only "hub" downloads; what it left in the cache serves both choices without a connection."""
     push(None, "user/own")
     env = {**hub_env, "REPOSITORY": "user/own"}
     began = len(hub.requests)

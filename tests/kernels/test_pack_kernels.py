@@ -79,6 +79,7 @@ def test_local_folders_load(folder: Path | None, tmp_path: Path, fresh_process: 
 def test_local_kernels_redirects_to_the_folder(
     folder: Path | None, tmp_path: Path, fresh_process: Callable[..., str]
 ) -> None:
+    """Public report 94: without a network, a local folder takes the Hub's place."""
     target = packed(folder, tmp_path)
     described = json.loads((target / "build" / "torch-cuda" / "metadata.json").read_text())
     env = {"REPOSITORY": "some/name", "LOCAL_KERNELS": f"some/name={target}:other/name=/nowhere"}
