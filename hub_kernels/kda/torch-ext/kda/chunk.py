@@ -10,19 +10,21 @@ import torch
 
 from ._ops import op
 from .documents import chunk_tables
+from .gate import gate_gradients_kernel, gate_kernel
 from .gradients import key_gradients_kernel, value_gradients_kernel
 from .prepare import scores_kernel, solve_kernel
 from .recurrence import backward_kernel, forward_kernel
-from .scores import BT
+from .tiles import BT
 
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Launch settings, chosen on an H200; channels of a step of the kernels that take them in parts.
-SCORES, SCORE_CHANNELS = {"num_warps": 4, "num_stages": 1}, 16
+# Launch settings, chosen on an H200; channels of a step or program of the kernels that take them in parts.
+GATE, GATE_CHANNELS = {"num_warps": 1}, 64
+SCORES, SCORE_CHANNELS = {"num_warps": 2, "num_stages": 1}, 16
 SOLVE = {"num_warps": 4}
-SERIAL = {"num_warps": 8, "num_stages": 1}
+SERIAL, VALUES_AT_A_TIME = {"num_warps": 8, "num_stages": 1}, 64
 VALUES = {"num_warps": 8}
-KEYS, KEY_CHANNELS = {"num_warps": 4, "num_stages": 1}, 16
+KEYS, KEY_CHANNELS = {"num_warps": 2, "num_stages": 1}, 16
 # With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
 NARROWEST_BOUND = -5.0
 
@@ -101,6 +103,7 @@ def _form(x: torch.Tensor) -> str:
 class _Chunks(NamedTuple):
     """What the first pass leaves for the others."""
 
+    sums: torch.Tensor
     q_in: torch.Tensor
     k_in: torch.Tensor
     k_out: torch.Tensor
@@ -126,42 +129,49 @@ class _Call:
         self.X, self.N = self.documents.shape[0], self.chunks.shape[0]
         self.exact = q.dtype == torch.float32
         self.work = torch.float32 if self.exact else torch.float16
-        self.gate = {"BOUNDED": lower_bound is not None, "NARROW": (lower_bound or -torch.inf) >= NARROWEST_BOUND}
-        self.lower_bound = 0.0 if lower_bound is None else lower_bound
+        self.bounded, self.lower_bound = lower_bound is not None, lower_bound or 0.0
+        self.narrow = self.bounded and lower_bound >= NARROWEST_BOUND
         # Exact products hold their operands in registers: small tiles.
-        self.BV = 16 if self.exact else self.V
-        self.serial = SERIAL if self.BV == 128 else {"num_warps": 4, "num_stages": 1}
+        self.BV = 16 if self.exact else min(self.V, VALUES_AT_A_TIME)
+        self.NV = self.V // self.BV
 
     def empty(self, q, *shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=q.device)
 
+    def gate(self, f, A_log, dt_bias):
+        sums, BK = self.empty(f, self.H, self.M, self.K), min(self.K, GATE_CHANNELS)
+        gate_kernel[(self.N * self.H * self.K // BK,)](
+            f, A_log, dt_bias, self.chunks, sums, self.lower_bound,
+            self.M, self.H, self.K, BK, BOUNDED=self.bounded, NARROW=self.narrow, **GATE,
+        )  # fmt: skip
+        return sums
+
     def prepare(self, q, k, v, f, beta, A_log, dt_bias, backward: bool) -> _Chunks:
         M, N, H, K, V = self.M, self.N, self.H, self.K, self.V
-        q_in, k_in, k_out, w = (self.empty(q, M, H, K, dtype=self.work) for _ in range(4))
-        attend, keys = (self.empty(q, M, H, BT.value, dtype=self.work) for _ in range(2))
+        sums = self.gate(f, A_log, dt_bias)
+        q_in, k_in, k_out, w = (self.empty(q, H, M, K, dtype=self.work) for _ in range(4))
+        attend, keys = (self.empty(q, H, M, BT.value, dtype=self.work) for _ in range(2))
         decay = self.empty(q, N, H, K)
-        q_rstds, k_rstds = self.empty(q, M, H), self.empty(q, M, H)
-        BK = min(K, SCORE_CHANNELS)
-        scores_kernel[(N * H,)](
-            q, k, f, A_log, dt_bias, self.chunks,
-            q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, self.lower_bound,
-            H, K, BK, **self.gate, EXACT=self.exact, **SCORES,
+        q_rstds, k_rstds = self.empty(q, H, M), self.empty(q, H, M)
+        scores_kernel[(N * H * 2,)](
+            q, k, sums, self.chunks, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds,
+            M, H, K, min(K, SCORE_CHANNELS), NARROW=self.narrow, EXACT=self.exact, **SCORES,
         )  # fmt: skip
-        u, u_scale = self.empty(q, M, H, V, dtype=self.work), self.empty(q, M, H)
+        u, u_scale = self.empty(q, H, M, V, dtype=self.work), self.empty(q, N, H)
         inverse = torch.empty_like(keys) if backward else None
         solve_kernel[(N * H,)](
             v, beta, self.chunks, k_in, keys, w, u, u_scale, inverse,
-            H, K, V, BACKWARD=backward, EXACT=self.exact, **SOLVE,
+            M, H, K, V, BACKWARD=backward, EXACT=self.exact, **SOLVE,
         )  # fmt: skip
-        return _Chunks(q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
+        return _Chunks(sums, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
 
     def run(self, work: _Chunks, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
-        forward_kernel[(self.X * self.H * (self.V // self.BV),)](
+        forward_kernel[(self.X * self.H * self.NV,)](
             work.q_in, work.k_out, work.w, work.u, work.u_scale,
             work.attend, work.decay, self.documents,
             initial, final, o, states, states_scale, values, values_scale,
-            self.H, self.K, self.V, self.BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
-            BACKWARD=states is not None, EXACT=self.exact, **self.serial,
+            self.M, self.H, self.K, self.V, self.BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+            BACKWARD=states is not None, EXACT=self.exact, **SERIAL,
         )  # fmt: skip
 
 
@@ -246,40 +256,43 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     call = _Call(q, v, cu_seqlens, lower_bound)
     M, N, H, K, V = call.M, call.N, call.H, call.K, call.V
     work = call.prepare(q, k, v, f, beta, A_log, dt_bias, backward=True)
+    do_scale, s_scale, c_scale, ds_scale, dc_scale = (call.empty(q, N, H, call.NV) for _ in range(5))
     states = call.empty(q, N, H, V, K, dtype=call.work)
-    values = call.empty(q, M, H, V, dtype=call.work)
-    states_scale, values_scale = call.empty(q, N, H, V), call.empty(q, N, H, V)
-    call.run(work, initial_state, None, None, states, states_scale, values, values_scale)
+    values = call.empty(q, H, M, V, dtype=call.work)
+    call.run(work, initial_state, None, None, states, s_scale, values, c_scale)
+    work = work._replace(u=None)
     dstates, dvalues = torch.empty_like(states), torch.empty_like(values)
-    dstates_scale, dvalues_scale = torch.empty_like(states_scale), torch.empty_like(values_scale)
-    backward_kernel[(call.X * H * (V // call.BV),)](
-        do, work.q_in, work.k_out, work.w,
-        work.attend, work.decay, call.documents,
-        dfinal, dinitial, dstates, dstates_scale, dvalues, dvalues_scale, H, K, V, call.BV,
-        HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **call.serial,
+    backward_kernel[(call.X * H * call.NV,)](
+        do, work.q_in, work.k_out, work.w, work.attend, work.decay, call.documents,
+        dfinal, dinitial, do_scale, dstates, ds_scale, dvalues, dc_scale, M, H, K, V, call.BV,
+        HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **SERIAL,
     )  # fmt: skip
-    work = work._replace(w=None, u=None)
-    row_scales, ddecay = call.empty(q, 3, M, H), call.empty(q, N, H, K)
-    dscores = call.empty(q, 2, M, H, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
-    own_scores, q_dots, k_dots = (call.empty(q, M, H) for _ in range(3))
+    work = work._replace(w=None)
+    dtotal = call.empty(q, N, H, K)
+    dscores = call.empty(q, 2, H, M, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
+    own_scores, q_dots, k_dots = (call.empty(q, H, M) for _ in range(3))
     dv, dbeta = torch.empty_like(v), torch.empty_like(beta)
     value_gradients_kernel[(N * H,)](
-        do, v, beta, work.inverse, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys,
-        states, states_scale, dstates, dstates_scale, values, values_scale, dvalues, dvalues_scale,
-        dv, dbeta, ddecay, row_scales, dscores, own_scores, q_dots, k_dots, M, H, K, V, EXACT=call.exact, **VALUES,
+        do, v, beta, work.inverse, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys, work.decay,
+        do_scale, states, s_scale, dstates, ds_scale, values, c_scale, dvalues, dc_scale,
+        dv, dbeta, dtotal, dscores, own_scores, q_dots, k_dots, M, H, K, V, call.NV, EXACT=call.exact, **VALUES,
     )  # fmt: skip
     # Their memory serves the gradients.
     del states, dstates, values, dvalues
     dq, dk, df = (torch.empty_like(x) for x in (q, k, f))
-    ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H)
-    BK = min(K, KEY_CHANNELS)
-    key_gradients_kernel[(N * H,)](
-        q, k, f, work.q_in, work.k_in, work.k_out,
-        dscores, beta, A_log, dt_bias, call.chunks, ddecay, row_scales,
-        work.q_rstds, work.k_rstds, own_scores, q_dots, k_dots, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
-        M, H, K, BK, **call.gate, EXACT=call.exact, **KEYS,
+    dsums = torch.empty_like(work.sums)
+    key_gradients_kernel[(N * H * 2,)](
+        q, k, work.sums, work.q_in, work.k_in, work.k_out, dscores, beta, call.chunks,
+        do_scale, s_scale, ds_scale, c_scale, dc_scale, work.q_rstds, work.k_rstds, own_scores, q_dots, k_dots,
+        dq, dk, dsums, M, H, K, min(K, KEY_CHANNELS), call.NV, NARROW=call.narrow, EXACT=call.exact, **KEYS,
     )  # fmt: skip
-    return dq, dk, dv, df, dbeta, dA_log.sum(0).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
+    BK = min(K, GATE_CHANNELS)
+    ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H, K // BK)
+    gate_gradients_kernel[(N * H * K // BK,)](
+        f, A_log, dt_bias, call.chunks, dsums, dtotal, df, ddt_bias, dA_log, call.lower_bound,
+        M, H, K, BK, BOUNDED=call.bounded, **GATE,
+    )  # fmt: skip
+    return dq, dk, dv, df, dbeta, dA_log.sum((0, 2)).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
 
 
 @_backward.register_fake

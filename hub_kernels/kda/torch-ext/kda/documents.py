@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .scores import BT
+from .tiles import BT
 
 # Documents or chunks handled at a time.
 BX = tl.constexpr(256)

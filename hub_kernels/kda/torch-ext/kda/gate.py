@@ -1,10 +1,12 @@
-"""The gate: log decays in base 2 from raw inputs, and its gradients.
+"""The gate: log decays in base 2 from raw inputs, their running sums, and its gradients.
 
-Legend: T tokens of a chunk, K key width.
+Legend: M tokens of all documents, N chunks of BT tokens in halves of BC, H heads, K key width.
 """
 
 import triton
 import triton.language as tl
+
+from .tiles import BC, BT, chunk_of, load_rows, read_rows, store_rows, write_rows
 
 L2_EPS = tl.constexpr(1e-6)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -16,26 +18,108 @@ def softplus(x):
 
 
 @triton.jit
-def log2_decay(z_TK, rate, lower_bound, m_t, BOUNDED: tl.constexpr, NARROW: tl.constexpr):
+def log2_decay(z_RK, rate, lower_bound, m_r, BOUNDED: tl.constexpr, NARROW: tl.constexpr):
     """Base-2 log decay of each token and channel, from z = f + dt_bias and rate = exp(A_log); 0 where masked.
 
     Nothing is left of a state after exp2(-1000), so decays end there.
     """
     if BOUNDED:
-        g = (lower_bound * LOG2_E) * tl.sigmoid(rate * z_TK)
+        g = (lower_bound * LOG2_E) * tl.sigmoid(rate * z_RK)
     else:
-        g = (-rate * LOG2_E) * softplus(z_TK)
+        g = (-rate * LOG2_E) * softplus(z_RK)
     if not NARROW:
         g = tl.maximum(g, -1000.0)
-    return tl.where(m_t[:, None], g, 0.0)
+    return tl.where(m_r[:, None], g, 0.0)
 
 
 @triton.jit
-def decay_gradient(dg_TK, z_TK, rate, lower_bound, BOUNDED: tl.constexpr):
+def decay_gradient(dg_RK, z_RK, rate, lower_bound, BOUNDED: tl.constexpr):
     """Gradients for z and, elementwise, for A_log from that of the natural log decay."""
     if BOUNDED:
-        s = tl.sigmoid(rate * z_TK)
-        dz = dg_TK * (lower_bound * rate) * s * (1.0 - s)
-        return dz, dz * z_TK
+        s = tl.sigmoid(rate * z_RK)
+        dz = dg_RK * (lower_bound * rate) * s * (1.0 - s)
+        return dz, dz * z_RK
     else:
-        return dg_TK * -rate * tl.sigmoid(z_TK), dg_TK * -rate * softplus(z_TK)
+        return dg_RK * -rate * tl.sigmoid(z_RK), dg_RK * -rate * softplus(z_RK)
+
+
+@triton.jit
+def _inputs(f, dt_bias, i_t, i_h, length, H, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """z = f + dt_bias, [BC, BK]."""
+    bias = tl.load(dt_bias + i_h * K + i_k + tl.arange(0, BK)).to(tl.float32)
+    return load_rows(f, i_t, i_h, length, H, K, i_k, BC, BK) + bias[None, :]
+
+
+@triton.jit(do_not_specialize=["M"])
+def gate_kernel(
+    f,
+    A_log,
+    dt_bias,
+    chunks,
+    sums,
+    lower_bound,
+    M,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """sums: of the log decay within half a chunk, up to and including each token."""
+    i_k = tl.program_id(0) % (K // BK) * BK
+    i_nh = tl.program_id(0) // (K // BK)
+    i_h = i_nh % H
+    i_t, length = chunk_of(chunks, i_nh // H)
+    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    for i_c in tl.static_range(0, BT, BC):
+        m_r = tl.arange(0, BC) < length - i_c
+        b_z = _inputs(f, dt_bias, i_t + i_c, i_h, length - i_c, H, K, i_k, BK)
+        b_c = tl.cumsum(log2_decay(b_z, rate, lower_bound, m_r, BOUNDED, NARROW), 0)
+        write_rows(sums, b_c, i_t + i_c, i_h, length - i_c, M, K, i_k, BC, BK)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gate_gradients_kernel(
+    f,
+    A_log,
+    dt_bias,
+    chunks,
+    dsums,
+    dtotal,
+    df,
+    ddt_bias,
+    dA_log,
+    lower_bound,
+    M,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H, K / BK].
+
+    dsums: gradients of the sums of the natural log decay from the chunk's start up to each token; dtotal [N, H, K]:
+    of the sum over the chunk.
+    """
+    i_k = tl.program_id(0) % (K // BK) * BK
+    i_nh = (tl.program_id(0) // (K // BK)).to(tl.int64)
+    i_h = i_nh % H
+    i_t, length = chunk_of(chunks, i_nh // H)
+    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    # What reaches a half's first token.
+    b_later = tl.load(dtotal + i_nh * K + i_k + tl.arange(0, BK))
+    b_bias = tl.zeros([BK], tl.float32)
+    b_A = tl.zeros([BK], tl.float32)
+    for i in tl.static_range(BT // BC):
+        i_c = BT - BC * (i + 1)
+        left = length - i_c
+        b_d = read_rows(dsums, i_t + i_c, i_h, left, M, K, i_k, BC, BK)
+        b_later += tl.sum(b_d, 0)
+        dg = tl.where((tl.arange(0, BC) < left)[:, None], b_later[None, :] - tl.cumsum(b_d, 0) + b_d, 0.0)
+        b_z = _inputs(f, dt_bias, i_t + i_c, i_h, left, H, K, i_k, BK)
+        dz, dA = decay_gradient(dg, b_z, rate, lower_bound, BOUNDED)
+        store_rows(df, dz, i_t + i_c, i_h, left, H, K, i_k, BC, BK)
+        b_bias += tl.sum(dz, 0)
+        b_A += tl.sum(dA, 0)
+    tl.store(ddt_bias + i_nh * K + i_k + tl.arange(0, BK), b_bias)
+    tl.store(dA_log + tl.program_id(0), tl.sum(b_A))

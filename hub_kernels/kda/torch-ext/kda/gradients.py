@@ -1,24 +1,53 @@
 """Gradients inside the chunks, for all chunks at once, from the states and their gradients at the chunks' borders.
 
 `value_gradients_kernel` takes every product over the value width; `key_gradients_kernel` goes on, channel by channel
-of the keys, through scores, decays, gate and norms to the raw inputs. Between the two go [M, H, K] tensors in fp16
-with a scale per row.
+of the keys, through scores, decays and norms to q, k and the decay's sums. Between the two go tensors in fp16 and bf16
+whose scales are products of those of the operands they come from: nothing has to be measured.
 
 With S the state at a chunk's start, c = u - w S its corrected values, dS and dc their gradients, y = beta (v - k
 exp(G) S) and T = (1 + a)^-1, so that c = T y:
 
     dy = T^T dc,   da = -dy c^T,   dv = beta dy,   d(k exp(G)) = -beta dy S^T,   d attend = do c^T,
-    d q_in = do S^T,   d k_out = c dS^T,   d decay = sum_v S dS
+    d q_in = do S^T,   d k_out = c dS^T,   d(sum of the log decay) = sum_v S dS exp(G_end) + sum_t k_out d k_out
 
-Legend: M tokens, N chunks of BT tokens, H heads, K key width, V value width, T tokens of a chunk.
+Legend: M tokens, N chunks of BT tokens in halves of BC, H heads, K key width, V value width, T tokens of a chunk.
 """
 
 import triton
 import triton.language as tl
 
-from .gate import decay_gradient
-from .prepare import chunk_of, decays, load_rows, load_scalars, load_tile, offsets, store_rows, store_scalars
-from .scores import BC, BT, column_gradients, product, rounded, row_gradients, scaled_rows, sums_to_end
+from .prepare import half_totals
+from .scores import (
+    column_gradients,
+    exp2,
+    factors,
+    product,
+    rounded,
+    row_gradients,
+    split_dots,
+    split_dots_sum,
+)
+from .tiles import (
+    BC,
+    BT,
+    chunk_of,
+    load_rows,
+    load_scalars,
+    read_block,
+    read_rows,
+    read_scalars,
+    read_tile,
+    store_rows,
+    store_scalars,
+    write_rows,
+    write_scalars,
+)
+
+# Operands are at most 16 and have 128 terms: products are at most 2^15. dy, of 64 terms, is at most 2^10, and its
+# products 2^21. What is stored in fp16 is brought below 2^15; gradients of scores, which meet factors of up to 2^115,
+# below 1.
+DY_SHIFT = tl.constexpr(2.0**-6)
+SCORE_SHIFT = tl.constexpr(2.0**-21)
 
 
 @triton.jit
@@ -31,12 +60,24 @@ def _score(x_TT, EXACT: tl.constexpr):
 
 
 @triton.jit
-def replace_scaled(p, p_scale, x_TD, i_t, i_h, length, H, D: tl.constexpr, EXACT: tl.constexpr):
-    """Store rows with a scale each over what this program has read there."""
+def _replace(p, x_TD, i_t, i_h, length, M, D: tl.constexpr):
+    """Write over what this program has read there."""
     tl.debug_barrier()
-    b_x, scale = scaled_rows(x_TD, EXACT)
-    store_rows(p, b_x, i_t, i_h, length, H, D, 0, D)
-    store_scalars(p_scale, scale, i_t, i_h, length, H)
+    write_rows(p, x_TD, i_t, i_h, length, M, D, 0, BT, D)
+
+
+@triton.jit
+def common_scale(p_scale, i_nh, NV: tl.constexpr):
+    """The largest of the scales that the NV programs of a chunk and head gave their values."""
+    return tl.max(tl.load(p_scale + i_nh * NV + tl.arange(0, NV)), 0)
+
+
+@triton.jit
+def _ratios(p_scale, i_nh, V: tl.constexpr, NV: tl.constexpr, EXACT: tl.constexpr):
+    """The common scale, and [V] by how much each value's is smaller: a power of two."""
+    largest = common_scale(p_scale, i_nh, NV)
+    ratio = tl.load(p_scale + i_nh * NV + tl.arange(0, V) // (V // NV)) / largest
+    return largest, ratio.to(tl.float32 if EXACT else tl.float16)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -51,6 +92,8 @@ def value_gradients_kernel(
     k_out,
     attend,
     keys,
+    decay,
+    do_scale,
     states,
     states_scale,
     dstates,
@@ -61,8 +104,7 @@ def value_gradients_kernel(
     dvalues_scale,
     dv,
     dbeta,
-    ddecay,
-    row_scales,
+    dtotal,
     dscores,
     own_scores,
     q_dots,
@@ -71,10 +113,11 @@ def value_gradients_kernel(
     H,
     K: tl.constexpr,
     V: tl.constexpr,
+    NV: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """dv, dbeta; the gradients of attend and of the keys' scores; those of q_in and k_out in their places, and
-    in dk_in that of -k_in before beta.
+    """dv, dbeta, dtotal; the gradients of attend and of the keys' scores; those of q_in and k_out in their places, and
+    in dk_in that of -k_in before beta. The last five are not scaled back.
 
     q_dots, k_dots: products of q and k, of unit length, with their gradients, which the norms' gradients need. They
     are known here, from every product that q or k enters: x . dx = sum y dy if all y are linear in x.
@@ -85,99 +128,78 @@ def value_gradients_kernel(
         return
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), tl.arange(0, V)
     i_nh = i_n.to(tl.int64) * H + i_h
-    span = M.to(tl.int64) * H
-    o_vk = o_v[:, None] * K + o_k[None, :]
+    span = M.to(tl.int64) * H * BT
+    o_vk = i_nh * (K * V) + o_v[:, None] * K + o_k[None, :]
+    do_s = common_scale(do_scale, i_nh, NV)
+    s_s, s_ratio = _ratios(states_scale, i_nh, V, NV, EXACT)
+    ds_s, ds_ratio = _ratios(dstates_scale, i_nh, V, NV, EXACT)
+    c_s, c_ratio = _ratios(values_scale, i_nh, V, NV, EXACT)
+    dc_s, dc_ratio = _ratios(dvalues_scale, i_nh, V, NV, EXACT)
 
-    b_c = load_tile(values, i_t, i_h, length, H, V, 0, V)
-    c_scale = tl.load(values_scale + i_nh * V + o_v)
-    b_s = tl.load(states + i_nh * (K * V) + o_vk)
-    s_scale = tl.load(states_scale + i_nh * V + o_v)
-    b_ds = tl.load(dstates + i_nh * (K * V) + o_vk)
-    ds_scale = tl.load(dstates_scale + i_nh * V + o_v)
-    ddecay_K = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32) * (s_scale * ds_scale)[:, None], 0)
-    tl.store(ddecay + i_nh * K + o_k, ddecay_K)
+    b_s = tl.load(states + o_vk) * s_ratio[:, None]
+    b_ds = tl.load(dstates + o_vk) * ds_ratio[:, None]
+    dtotal_K = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0) * (s_s * ds_s) * tl.load(decay + i_nh * K + o_k)
+    b_c = read_tile(values, i_t, i_h, length, M, V, 0, BT, V) * c_ratio[None, :]
+    b_dx = product(b_c, b_ds, EXACT).to(b_c.dtype)
+    b_dot = b_dx.to(tl.float32) * read_rows(k_out, i_t, i_h, length, M, K, 0, BT, K)
+    tl.store(dtotal + i_nh * K + o_k, dtotal_K + tl.sum(b_dot, 0) * (c_s * ds_s))
+    k_dot = tl.sum(b_dot, 1) * (c_s * ds_s)
+    _replace(k_out, b_dx, i_t, i_h, length, M, K)
 
-    x, x_scale = scaled_rows(b_c.to(tl.float32) * (c_scale * ds_scale)[None, :], EXACT)
-    b_dx = product(x, b_ds, EXACT) * x_scale[:, None]
-    k_dot = tl.sum(b_dx * load_rows(k_out, i_t, i_h, length, H, K, 0, K), 1)
-    replace_scaled(k_out, row_scales, b_dx, i_t, i_h, length, H, K, EXACT)
+    b_do = (load_rows(do, i_t, i_h, length, H, V, 0, BT, V) * (1.0 / do_s)).to(b_c.dtype)
+    b_dx = product(b_do, b_s, EXACT)
+    q_dot = tl.sum(b_dx * read_rows(q_in, i_t, i_h, length, M, K, 0, BT, K), 1) * (do_s * s_s)
+    _replace(q_in, b_dx, i_t, i_h, length, M, K)
 
-    b_do = load_rows(do, i_t, i_h, length, H, V, 0, V)
-    x, x_scale = scaled_rows(b_do * s_scale[None, :], EXACT)
-    b_dx = product(x, b_s, EXACT) * x_scale[:, None]
-    q_dot = tl.sum(b_dx * load_rows(q_in, i_t, i_h, length, H, K, 0, K), 1)
-    replace_scaled(q_in, row_scales + span, b_dx, i_t, i_h, length, H, K, EXACT)
-
-    x, x_scale = scaled_rows(b_do * c_scale[None, :], EXACT)
-    b_da = tl.where(o_t[:, None] >= o_t[None, :], product(x, tl.trans(b_c), EXACT) * x_scale[:, None], 0.0)
+    b_da = tl.where(o_t[:, None] >= o_t[None, :], product(b_do, tl.trans(b_c), EXACT), 0.0)
     # A token's score with itself does not decay: kept apart, it need not cancel in the decay's gradient.
     same = o_t[:, None] == o_t[None, :]
-    store_scalars(own_scores, tl.sum(tl.where(same, b_da, 0.0), 1), i_t, i_h, length, H)
-    store_rows(dscores, _score(tl.where(same, 0.0, b_da), EXACT), i_t, i_h, length, H, BT, 0, BT)
-    b_da *= load_rows(attend, i_t, i_h, length, H, BT, 0, BT)
-    store_scalars(q_dots, q_dot + tl.sum(b_da, 1), i_t, i_h, length, H)
-    k_dot += tl.sum(b_da, 0)
+    write_scalars(own_scores, tl.sum(tl.where(same, b_da, 0.0), 1) * (do_s * c_s), i_t, i_h, length, M, BT)
+    # One scale for both kinds of scores.
+    larger = tl.maximum(do_s, dc_s)
+    b_dqk = tl.where(same, 0.0, b_da) * (SCORE_SHIFT * do_s / larger)
+    write_rows(dscores, _score(b_dqk, EXACT), i_t, i_h, length, M, BT, 0, BT, BT)
+    b_da *= read_rows(attend, i_t, i_h, length, M, BT, 0, BT, BT)
+    write_scalars(q_dots, q_dot + tl.sum(b_da, 1) * (do_s * c_s), i_t, i_h, length, M, BT)
+    k_dot += tl.sum(b_da, 0) * (do_s * c_s)
 
-    b_dc = load_tile(dvalues, i_t, i_h, length, H, V, 0, V)
-    dc_scale = tl.load(dvalues_scale + i_nh * V + o_v)
-    b_inverse = load_tile(inverse, i_t, i_h, length, H, BT, 0, BT)
-    b_dy = product(tl.trans(b_inverse), b_dc, EXACT) * dc_scale[None, :]
-    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
-    store_rows(dv, b_dy * b_beta[:, None], i_t, i_h, length, H, V, 0, V)
+    b_dc = read_tile(dvalues, i_t, i_h, length, M, V, 0, BT, V) * dc_ratio[None, :]
+    b_inverse = read_tile(inverse, i_t, i_h, length, M, BT, 0, BT, BT)
+    b_dy = product(tl.trans(b_inverse), b_dc, EXACT)
+    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H, BT))
+    store_rows(dv, b_dy * (b_beta * dc_s)[:, None], i_t, i_h, length, H, V, 0, BT, V)
     # From (1 + a) c = beta (v - k exp(G) S): beta times its gradient, of which nothing cancels.
-    dbeta_own = tl.sum(b_dy * c_scale[None, :] * b_c.to(tl.float32), 1)
-    store_scalars(dbeta, dbeta_own * (1.0 - b_beta), i_t, i_h, length, H)
-    k_dot += dbeta_own - b_beta * tl.sum(b_dy * load_rows(v, i_t, i_h, length, H, V, 0, V), 1)
+    dbeta_own = tl.sum(b_dy * b_c.to(tl.float32), 1) * (dc_s * c_s)
+    store_scalars(dbeta, dbeta_own * (1.0 - b_beta), i_t, i_h, length, H, BT)
+    b_v = load_rows(v, i_t, i_h, length, H, V, 0, BT, V)
+    k_dot += dbeta_own - b_beta * dc_s * tl.sum(b_dy * b_v, 1)
 
-    x, x_scale = scaled_rows(b_dy * s_scale[None, :], EXACT)
-    b_dx = product(x, b_s, EXACT) * x_scale[:, None]
-    replace_scaled(dk_in, row_scales + 2 * span, b_dx, i_t, i_h, length, H, K, EXACT)
-
-    x, x_scale = scaled_rows(b_dy * c_scale[None, :], EXACT)
-    b_da = tl.where(o_t[:, None] > o_t[None, :], product(x, tl.trans(b_c), EXACT) * -x_scale[:, None], 0.0)
-    store_rows(dscores + span * BT, _score(b_da, EXACT), i_t, i_h, length, H, BT, 0, BT)
-    b_da *= load_rows(keys, i_t, i_h, length, H, BT, 0, BT)
-    k_dot += tl.sum(b_da * b_beta[:, None], 0)
-    store_scalars(k_dots, k_dot, i_t, i_h, length, H)
-
-
-@triton.jit
-def reload_tile(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """`load_tile` that the compiler cannot merge with an earlier one, nor what is computed from it.
-
-    What is held across the products does not fit the registers; working it out again is cheaper than spilling it.
-    """
-    o_td, m_t = offsets(length, H, D, BD)
-    return tl.load(p + ((i_t * H + i_h) * D + i_d) + o_td, mask=m_t, other=0.0, volatile=True)
-
-
-@triton.jit
-def reload_rows(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """The same in fp32."""
-    return reload_tile(p, i_t, i_h, length, H, D, i_d, BD).to(tl.float32)
-
-
-@triton.jit
-def unit_gradient(dy_TK, unit_TK, dot_T, rstd_T, factor: tl.constexpr):
-    """Gradient for x of y = factor x / |x|, given dy, x / |x| and y . dy."""
-    return (dy_TK * factor - unit_TK * dot_T[:, None]) * rstd_T[:, None]
+    b_dy = b_dy.to(b_c.dtype)
+    write_rows(dk_in, product(b_dy, b_s, EXACT) * DY_SHIFT, i_t, i_h, length, M, K, 0, BT, K)
+    b_da = tl.where(o_t[:, None] > o_t[None, :], product(b_dy, tl.trans(b_c), EXACT), 0.0)
+    b_dkk = _score(b_da * (-SCORE_SHIFT * dc_s / larger), EXACT)
+    write_rows(dscores + span, b_dkk, i_t, i_h, length, M, BT, 0, BT, BT)
+    b_da *= read_rows(keys, i_t, i_h, length, M, BT, 0, BT, BT)
+    k_dot -= tl.sum(b_da * b_beta[:, None], 0) * (dc_s * c_s)
+    write_scalars(k_dots, k_dot, i_t, i_h, length, M, BT)
 
 
 @triton.jit(do_not_specialize=["M"])
 def key_gradients_kernel(
     q,
     k,
-    f,
+    sums,
     dq_in,
     dk_in,
     dk_out,
     dscores,
     beta,
-    A_log,
-    dt_bias,
     chunks,
-    ddecay,
-    row_scales,
+    do_scale,
+    states_scale,
+    dstates_scale,
+    values_scale,
+    dvalues_scale,
     q_rstds,
     k_rstds,
     own_scores,
@@ -185,82 +207,78 @@ def key_gradients_kernel(
     k_dots,
     dq,
     dk,
-    df,
-    ddt_bias,
-    dA_log,
-    lower_bound,
+    dsums,
     M,
     H,
     K: tl.constexpr,
     BK: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    NV: tl.constexpr,
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """dq, dk, df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H]."""
-    i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    i_t, length = chunk_of(chunks, i_n)
-    i_nh = i_n.to(tl.int64) * H + i_h
-    if length == 0:
-        tl.store(ddt_bias + i_nh * K + tl.arange(0, K), tl.zeros([K], tl.float32))
-        tl.store(dA_log + i_nh, 0.0)
+    """dq, dk, and the gradients of the sums of log decays from the chunk's start; of half a chunk per program."""
+    i_c = tl.program_id(0) % 2
+    i_nh = (tl.program_id(0) // 2).to(tl.int64)
+    i_h = i_nh % H
+    i_t1, length = chunk_of(chunks, i_nh // H)
+    # This program's half, and the other.
+    i_t, left = i_t1 + BC * i_c, length - BC * i_c
+    i_to, left_other = i_t1 + BC - BC * i_c, length - BC + BC * i_c
+    if left <= 0:
         return
-    o_t = tl.arange(0, BT)
-    second = (o_t >= BC)[:, None]
-    span = M.to(tl.int64) * H
-    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    q_rstd = load_scalars(q_rstds, i_t, i_h, length, H)
-    k_rstd = load_scalars(k_rstds, i_t, i_h, length, H)
-    q_dot = load_scalars(q_dots, i_t, i_h, length, H)
-    k_dot = load_scalars(k_dots, i_t, i_h, length, H)
-    own = load_scalars(own_scores, i_t, i_h, length, H)[:, None]
-    out_scale = load_scalars(row_scales, i_t, i_h, length, H)[:, None]
-    q_scale = load_scalars(row_scales + span, i_t, i_h, length, H)[:, None]
-    in_scale = load_scalars(row_scales + 2 * span, i_t, i_h, length, H)[:, None]
-    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))[:, None]
-    scale: tl.constexpr = K**-0.5
-    b_dA = tl.zeros([BT], tl.float32)
+    dkeys = dscores + M.to(tl.int64) * H * BT
+    do_s, s_s = common_scale(do_scale, i_nh, NV), common_scale(states_scale, i_nh, NV)
+    c_s, dc_s = common_scale(values_scale, i_nh, NV), common_scale(dvalues_scale, i_nh, NV)
+    q_scale, in_scale = do_s * s_s, dc_s * s_s * (1.0 / DY_SHIFT)
+    out_scale = c_s * common_scale(dstates_scale, i_nh, NV)
+    score_scale = tl.maximum(do_s, dc_s) * c_s * (1.0 / SCORE_SHIFT)
+    q_rstd, k_rstd = read_scalars(q_rstds, i_t, i_h, left, M, BC), read_scalars(k_rstds, i_t, i_h, left, M, BC)
+    q_dot, k_dot = read_scalars(q_dots, i_t, i_h, left, M, BC), read_scalars(k_dots, i_t, i_h, left, M, BC)
+    own = read_scalars(own_scores, i_t, i_h, left, M, BC)
+    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, left, H, BC))
+    SCALE: tl.constexpr = K**-0.5
     for i_k in tl.range(0, K, BK, disable_licm=True):
-        b_c, total, other = decays(
-            load_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
-            BOUNDED, NARROW, EXACT,
-        )  # fmt: skip
-        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
-        dqk = load_tile(dscores, i_t, i_h, length, H, BT, 0, BT)
-        dkk = load_tile(dscores + span * BT, i_t, i_h, length, H, BT, 0, BT)
-        b_dq, b_drow = row_gradients(dqk, dkk, b_k, b_c, total, other, NARROW, EXACT)
-        b_in = tl.exp2(b_c + tl.where(second, other, 0.0))
-        b_dq += b_in * (load_rows(dq_in, i_t, i_h, length, H, K, i_k, BK) * q_scale)
-        b_drow -= b_in * (load_rows(dk_in, i_t, i_h, length, H, K, i_k, BK) * in_scale)
-        b_drow *= b_beta
-        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * q_rstd[:, None]
-        dG = b_q * scale * b_dq + b_k * b_drow
-        b_dq += own * b_k
-        store_rows(dq, unit_gradient(b_dq, b_q, q_dot, q_rstd, scale), i_t, i_h, length, H, K, i_k, BK)
+        total1, total2 = half_totals(sums, i_t1, i_h, length, M, K, i_k, BK)
+        total = tl.where(i_c == 0, total1, total2)
+        b_c = read_rows(sums, i_t, i_h, left, M, K, i_k, BC, BK)
+        row, column, start, end = factors(b_c, total, NARROW)
+        b_q = load_rows(q, i_t, i_h, left, H, K, i_k, BC, BK) * (q_rstd * SCALE)[:, None]
+        b_k = load_rows(k, i_t, i_h, left, H, K, i_k, BC, BK) * k_rstd[:, None]
+        dqk = read_tile(dscores, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
+        dkk = read_tile(dkeys, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
+        b_dq, b_drow = row_gradients(dqk, dkk, b_k, b_c, row, column, NARROW, EXACT)
+        b_dcolumn = column_gradients(dqk, dkk, b_q, b_k * b_beta[:, None], b_c, row, column, NARROW, EXACT)
+        # Scores of the second half with the first.
+        dqk, dkk = read_block(dscores, i_t1, i_h, length, M, 1, 0), read_block(dkeys, i_t1, i_h, length, M, 1, 0)
+        b_c = read_rows(sums, i_to, i_h, left_other, M, K, i_k, BC, BK)
+        k_other = load_rows(k, i_to, i_h, left_other, H, K, i_k, BC, BK)
+        k_other *= read_scalars(k_rstds, i_to, i_h, left_other, M, BC)[:, None]
+        if i_c == 0:
+            q_other = load_rows(q, i_to, i_h, left_other, H, K, i_k, BC, BK)
+            q_other *= (read_scalars(q_rstds, i_to, i_h, left_other, M, BC) * SCALE)[:, None]
+            k_other *= tl.sigmoid(load_scalars(beta, i_to, i_h, left_other, H, BC))[:, None]
+            start_other = exp2(b_c)
+            b_dcolumn += end * split_dots_sum(
+                tl.trans(dqk), tl.trans(dkk), q_other * start_other, k_other * start_other, EXACT
+            )
+            end *= exp2(total2)[None, :]
+        else:
+            dq_across, drow_across = split_dots(dqk, dkk, k_other * exp2(total1[None, :] - b_c), EXACT)
+            b_dq += start * dq_across
+            b_drow += start * drow_across
+            start *= exp2(total1)[None, :]
 
-        b_c, total, other = decays(
-            reload_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
-            BOUNDED, NARROW, EXACT,
-        )  # fmt: skip
-        b_q = reload_rows(q, i_t, i_h, length, H, K, i_k, BK) * (q_rstd * scale)[:, None]
-        b_k = reload_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None] * b_beta
-        dqk = reload_tile(dscores, i_t, i_h, length, H, BT, 0, BT)
-        dkk = reload_tile(dscores + span * BT, i_t, i_h, length, H, BT, 0, BT)
-        b_dcolumn = column_gradients(dqk, dkk, b_q, b_k, b_c, total, other, NARROW, EXACT)
-        b_dwrite = tl.exp2(total - b_c + tl.where(second, 0.0, other))
-        b_dwrite *= reload_rows(dk_out, i_t, i_h, length, H, K, i_k, BK) * out_scale
-        b_dcolumn += b_dwrite
-        b_k = reload_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
-        b_dk = unit_gradient(b_drow + b_dcolumn + own * b_q, b_k, k_dot, k_rstd, 1.0)
-        store_rows(dk, b_dk, i_t, i_h, length, H, K, i_k, BK)
-        # What the decay of the whole chunk gains reaches the log decay of every token in it.
-        i_nhk = i_nh * K + i_k + tl.arange(0, BK)
-        dg = sums_to_end(dG - b_k * b_dcolumn, b_k * b_dwrite, EXACT)
-        dg += tl.load(ddecay + i_nhk)[None, :] * tl.exp2(total + other)
-        b_z = reload_rows(f, i_t, i_h, length, H, K, i_k, BK)
-        b_z += tl.load(dt_bias + i_h * K + i_k + tl.arange(0, BK)).to(tl.float32)[None, :]
-        dz, dA = decay_gradient(tl.where((o_t < length)[:, None], dg, 0.0), b_z, rate, lower_bound, BOUNDED)
-        b_dA += tl.sum(dA, 1)
-        store_rows(df, dz, i_t, i_h, length, H, K, i_k, BK)
-        tl.store(ddt_bias + i_nhk, tl.sum(dz, 0))
-    tl.store(dA_log + i_nh, tl.sum(b_dA))
+        b_dq = b_dq * score_scale + start * (read_rows(dq_in, i_t, i_h, left, M, K, i_k, BC, BK) * q_scale)
+        b_drow = b_drow * score_scale - start * (read_rows(dk_in, i_t, i_h, left, M, K, i_k, BC, BK) * in_scale)
+        b_drow *= b_beta[:, None]
+        b_dcolumn *= score_scale
+        b_dwrite = read_rows(dk_out, i_t, i_h, left, M, K, i_k, BC, BK) * out_scale
+        # dtotal holds the sum of the last term over all tokens, of which nothing may be left: the same bits.
+        b_kout = (b_k * end).to(dk_out.dtype.element_ty).to(tl.float32)
+        b_dsums = b_q * b_dq + b_k * (b_drow - b_dcolumn) - b_kout * b_dwrite
+        write_rows(dsums, b_dsums, i_t, i_h, left, M, K, i_k, BC, BK)
+        b_dk = b_drow + b_dcolumn + end * b_dwrite + own[:, None] * b_q
+        store_rows(dk, (b_dk - b_k * k_dot[:, None]) * k_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)
+        # b_q is of length SCALE, and q_dot that q's product with its gradient.
+        b_dq = (b_dq + own[:, None] * b_k) * SCALE - b_q * (q_dot * (1.0 / SCALE))[:, None]
+        store_rows(dq, b_dq * q_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)

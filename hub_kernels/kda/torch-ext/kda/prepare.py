@@ -8,85 +8,52 @@ exp(G_i - G_j) and T = (1 + a)^-1, the recurrence over chunks needs only product
     attend         q_i.k_j K^-1/2 exp(G_i - G_j), reads the chunk's own values
     k_out, decay   k exp(G_end - G) writes the values, exp(G_end) fades the state
 
-Legend: M tokens of all documents, N chunks of BT tokens, H heads, K key width, V value width, T tokens of a chunk.
+A chunk is worked on as two halves of 32 tokens: of the 64 x 64 scores one quarter is zero, the products of halves are
+small enough for the matrix units to take their operands from registers, and more programs run at a time.
+
+Legend: M tokens of all documents, N chunks of BT tokens in halves of BC, H heads, K key width, V value width.
 """
 
 import triton
 import triton.language as tl
 
-from .gate import L2_EPS, log2_decay
-from .scores import BC, BT, add_scores, product, scaled_rows, small_dot, sums_in_halves, unit_lower_inverse
+from .gate import L2_EPS
+from .scores import exp2, factors, inside_scores, magnitude, scaled, small, small_dot, unit_lower_inverse
+from .tiles import (
+    BC,
+    BT,
+    chunk_of,
+    load_rows,
+    load_scalars,
+    read_block,
+    read_rows,
+    read_tile,
+    write_block,
+    write_rows,
+    write_scalars,
+)
 
 
 @triton.jit
-def chunk_of(p_chunks, i_n):
-    """First token and number of tokens (0: no such chunk) of chunk i_n."""
-    return tl.load(p_chunks + 2 * i_n).to(tl.int64), tl.load(p_chunks + 2 * i_n + 1)
+def _rstd_rows(p, i_t, i_h, length, H, K: tl.constexpr):
+    """1 / sqrt(sum x^2 + eps) of half a chunk's rows; 0 for rows that do not exist."""
+    b_x = load_rows(p, i_t, i_h, length, H, K, 0, BC, K)
+    return tl.where(tl.arange(0, BC) < length, tl.rsqrt(tl.sum(b_x * b_x, 1) + L2_EPS), 0.0)
 
 
 @triton.jit
-def offsets(length, H, D: tl.constexpr, BD: tl.constexpr):
-    """Places of [BT, BD] in a [M, H, D] tensor relative to the first, and which rows exist."""
-    o_t = tl.arange(0, BT)[:, None]
-    return o_t * (H * D) + tl.arange(0, BD)[None, :], o_t < length
+def half_totals(sums, i_t, i_h, length, M, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """The log decay over each half of a chunk, [BK]: its sum at the last token."""
+    first = read_tile(sums, i_t + tl.minimum(length, BC) - 1, i_h, 1, M, K, i_k, 1, BK)
+    second = read_tile(sums, i_t + length - 1, i_h, length - BC, M, K, i_k, 1, BK)
+    return tl.reshape(first, (BK,)), tl.reshape(second, (BK,))
 
 
-@triton.jit
-def load_tile(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """[BT, BD] of a [M, H, D] tensor, zero behind the end of the document."""
-    o_td, m_t = offsets(length, H, D, BD)
-    return tl.load(p + ((i_t * H + i_h) * D + i_d) + o_td, mask=m_t, other=0.0)
-
-
-@triton.jit
-def load_rows(p, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """The same in fp32."""
-    return load_tile(p, i_t, i_h, length, H, D, i_d, BD).to(tl.float32)
-
-
-@triton.jit
-def store_rows(p, x_TD, i_t, i_h, length, H, D: tl.constexpr, i_d, BD: tl.constexpr):
-    o_td, m_t = offsets(length, H, D, BD)
-    tl.store(p + ((i_t * H + i_h) * D + i_d) + o_td, x_TD.to(p.dtype.element_ty), mask=m_t)
-
-
-@triton.jit
-def load_scalars(p, i_t, i_h, length, H):
-    """[BT] of a [M, H] tensor in fp32, zero behind the end of the document."""
-    o_t = tl.arange(0, BT)
-    return tl.load(p + (i_t * H + i_h) + o_t * H, mask=o_t < length, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_scalars(p, x_T, i_t, i_h, length, H):
-    o_t = tl.arange(0, BT)
-    tl.store(p + (i_t * H + i_h) + o_t * H, x_T.to(p.dtype.element_ty), mask=o_t < length)
-
-
-@triton.jit
-def rstd_rows(p, i_t, i_h, length, H, K: tl.constexpr):
-    """1 / sqrt(sum x^2 + eps) of every row; 0 for rows that do not exist."""
-    b_x = load_rows(p, i_t, i_h, length, H, K, 0, K)
-    return tl.where(tl.arange(0, BT) < length, tl.rsqrt(tl.sum(b_x * b_x, 1) + L2_EPS), 0.0)
-
-
-@triton.jit
-def decays(
-    b_f, dt_bias, rate, i_h, length, lower_bound, K: tl.constexpr, i_k, BK: tl.constexpr,
-    BOUNDED: tl.constexpr, NARROW: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Sums of the base-2 log decay: in a token's half up to it, in its half, in the other half; [BT, BK] each."""
-    b_z = b_f + tl.load(dt_bias + i_h * K + i_k + tl.arange(0, BK)).to(tl.float32)[None, :]
-    return sums_in_halves(log2_decay(b_z, rate, lower_bound, tl.arange(0, BT) < length, BOUNDED, NARROW), EXACT)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def scores_kernel(
     q,
     k,
-    f,
-    A_log,
-    dt_bias,
+    sums,
     chunks,
     q_in,
     k_in,
@@ -96,60 +63,69 @@ def scores_kernel(
     decay,
     q_rstds,
     k_rstds,
-    lower_bound,
+    M,
     H,
     K: tl.constexpr,
     BK: tl.constexpr,
-    BOUNDED: tl.constexpr,
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """q_in, k_in, k_out, attend, decay, the scores of keys (before beta) and the factors of unit length."""
-    i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    i_t, length = chunk_of(chunks, i_n)
-    if length == 0:
+    """q_in, k_in, k_out, attend, decay, the scores of keys (before beta) and the factors of unit length; of half a
+    chunk per program."""
+    i_c = tl.program_id(0) % 2
+    i_nh = (tl.program_id(0) // 2).to(tl.int64)
+    i_h = i_nh % H
+    i_t1, length = chunk_of(chunks, i_nh // H)
+    # This program's half: its first token and number of tokens.
+    i_t, left = i_t1 + BC * i_c, length - BC * i_c
+    if left <= 0:
         return
-    o_t = tl.arange(0, BT)
-    o_i, o_j = o_t[:, None], o_t[None, :]
-    second = o_i >= BC
-    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    q_rstd = rstd_rows(q, i_t, i_h, length, H, K)
-    k_rstd = rstd_rows(k, i_t, i_h, length, H, K)
-    store_scalars(q_rstds, q_rstd, i_t, i_h, length, H)
-    store_scalars(k_rstds, k_rstd, i_t, i_h, length, H)
+    q_rstd = _rstd_rows(q, i_t, i_h, left, H, K)
+    k_rstd = _rstd_rows(k, i_t, i_h, left, H, K)
+    write_scalars(q_rstds, q_rstd, i_t, i_h, left, M, BC)
+    write_scalars(k_rstds, k_rstd, i_t, i_h, left, M, BC)
     q_rstd *= K**-0.5
-    p_decay = decay + (i_n.to(tl.int64) * H + i_h) * K
-    qk_across = tl.zeros([BT, BT], tl.float32)
-    qk_inside = tl.zeros([BT, BT], tl.float32)
-    kk_across = tl.zeros([BT, BT], tl.float32)
-    kk_inside = tl.zeros([BT, BT], tl.float32)
+    k_rstd1 = k_rstd
+    if i_c == 1:
+        k_rstd1 = _rstd_rows(k, i_t1, i_h, BC, H, K)
+    qk = tl.zeros([BC, BC], tl.float32)
+    kk, qk_across, kk_across = qk, qk, qk
     for i_k in tl.range(0, K, BK, disable_licm=True):
-        b_c, total, other = decays(
-            load_rows(f, i_t, i_h, length, H, K, i_k, BK), dt_bias, rate, i_h, length, lower_bound, K, i_k, BK,
-            BOUNDED, NARROW, EXACT,
-        )  # fmt: skip
-        o_k = i_k + tl.arange(0, BK)[None, :]
-        tl.store(p_decay + o_k + tl.zeros_like(o_i), tl.exp2(total + other), mask=o_i == 0)
-        b_in = tl.exp2(b_c)
-        fade = tl.exp2(other)
-        b_k = load_rows(k, i_t, i_h, length, H, K, i_k, BK) * k_rstd[:, None]
-        b_kin = b_k * b_in
-        store_rows(k_in, tl.where(second, b_kin * fade, b_kin), i_t, i_h, length, H, K, i_k, BK)
-        b_kout = b_k * tl.exp2(total - b_c)
-        kk_across, kk_inside = add_scores(kk_across, kk_inside, b_k, b_kin, b_k, b_kout, b_c, total, NARROW, EXACT)
-        b_q = load_rows(q, i_t, i_h, length, H, K, i_k, BK) * q_rstd[:, None]
-        b_qin = b_q * b_in
-        store_rows(q_in, tl.where(second, b_qin * fade, b_qin), i_t, i_h, length, H, K, i_k, BK)
-        qk_across, qk_inside = add_scores(qk_across, qk_inside, b_q, b_qin, b_k, b_kout, b_c, total, NARROW, EXACT)
-        store_rows(k_out, tl.where(second, b_kout, b_kout * fade), i_t, i_h, length, H, K, i_k, BK)
-    inside = o_i // BC == o_j // BC
-    qk = tl.where(o_i >= o_j, tl.where(inside, qk_inside, qk_across), 0.0)
-    kk = tl.where(o_i > o_j, tl.where(inside, kk_inside, kk_across), 0.0)
-    store_rows(attend, qk, i_t, i_h, length, H, BT, 0, BT)
-    store_rows(keys, kk, i_t, i_h, length, H, BT, 0, BT)
+        total1, total2 = half_totals(sums, i_t1, i_h, length, M, K, i_k, BK)
+        if i_c == 0:
+            total, before, after = total1, tl.zeros_like(total1), total2
+            tl.store(decay + i_nh * K + i_k + tl.arange(0, BK), exp2(total1 + total2))
+        else:
+            total, before, after = total2, total1, tl.zeros_like(total1)
+        b_c = read_rows(sums, i_t, i_h, left, M, K, i_k, BC, BK)
+        row, column, start, end = factors(b_c, total, NARROW)
+        b_q = load_rows(q, i_t, i_h, left, H, K, i_k, BC, BK) * q_rstd[:, None]
+        b_k = load_rows(k, i_t, i_h, left, H, K, i_k, BC, BK) * k_rstd[:, None]
+        qk_inside, kk_inside = inside_scores(b_q, b_k, b_c, row, column, NARROW, EXACT)
+        qk += qk_inside
+        kk += kk_inside
+        write_rows(k_out, b_k * (end * exp2(after)[None, :]), i_t, i_h, left, M, K, i_k, BC, BK)
+        b_q *= start
+        b_k *= start
+        before = exp2(before)[None, :]
+        write_rows(q_in, b_q * before, i_t, i_h, left, M, K, i_k, BC, BK)
+        write_rows(k_in, b_k * before, i_t, i_h, left, M, K, i_k, BC, BK)
+        if i_c == 1:
+            end = exp2(total1[None, :] - read_rows(sums, i_t1, i_h, BC, M, K, i_k, BC, BK))
+            b_k1 = load_rows(k, i_t1, i_h, BC, H, K, i_k, BC, BK) * k_rstd1[:, None]
+            columns = tl.trans(small(b_k1 * end, EXACT))
+            qk_across += small_dot(small(b_q, EXACT), columns, EXACT)
+            kk_across += small_dot(small(b_k, EXACT), columns, EXACT)
+    o_i, o_j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+    qk, kk = tl.where(o_i >= o_j, qk, 0.0), tl.where(o_i > o_j, kk, 0.0)
+    # The other block of these rows: zeros behind the first half's own.
+    write_rows(attend, qk, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
+    write_rows(attend, qk_across, i_t, i_h, left, M, BT, BC - BC * i_c, BC, BC)
+    write_rows(keys, kk, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
+    write_rows(keys, kk_across, i_t, i_h, left, M, BT, BC - BC * i_c, BC, BC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def solve_kernel(
     v,
     beta,
@@ -160,26 +136,44 @@ def solve_kernel(
     u,
     u_scale,
     inverse,
+    M,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
     BACKWARD: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    """w, u with a scale per chunk, and with BACKWARD the inverse."""
     i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_t, length = chunk_of(chunks, i_n)
     if length == 0:
         return
-    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H))
-    b_inverse = unit_lower_inverse(load_rows(keys, i_t, i_h, length, H, BT, 0, BT) * b_beta[:, None], EXACT)
+    i_t2, left = i_t + BC, length - BC
+    beta1 = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H, BC))
+    beta2 = tl.sigmoid(load_scalars(beta, i_t2, i_h, left, H, BC))
+    a_11 = read_block(keys, i_t, i_h, length, M, 0, 0).to(tl.float32) * beta1[:, None]
+    a_21 = read_block(keys, i_t, i_h, length, M, 1, 0).to(tl.float32) * beta2[:, None]
+    a_22 = read_block(keys, i_t, i_h, length, M, 1, 1).to(tl.float32) * beta2[:, None]
+    t_11, t_22 = unit_lower_inverse(a_11, EXACT), unit_lower_inverse(a_22, EXACT)
+    x = small_dot(small(t_22, EXACT), small(a_21, EXACT), EXACT)
+    t_21 = -small_dot(small(x, EXACT), small(t_11, EXACT), EXACT)
     if BACKWARD:
-        store_rows(inverse, b_inverse, i_t, i_h, length, H, BT, 0, BT)
+        write_block(inverse, t_11, i_t, i_h, length, M, 0, 0)
+        write_block(inverse, tl.zeros([BC, BC], tl.float32), i_t, i_h, length, M, 0, 1)
+        write_block(inverse, t_21, i_t, i_h, length, M, 1, 0)
+        write_block(inverse, t_22, i_t, i_h, length, M, 1, 1)
     # Beta multiplies the columns of the inverse instead of the rows of k and v.
-    b_inverse *= b_beta[None, :]
-    b_w = small_dot(b_inverse, load_rows(k_in, i_t, i_h, length, H, K, 0, K), EXACT)
-    store_rows(w, b_w, i_t, i_h, length, H, K, 0, K)
-    b_v, v_scale = scaled_rows(load_rows(v, i_t, i_h, length, H, V, 0, V), EXACT)
-    x, x_scale = scaled_rows(b_inverse * v_scale[None, :], EXACT)
-    b_u, scale = scaled_rows(product(x, b_v, EXACT), EXACT)
-    store_rows(u, b_u, i_t, i_h, length, H, V, 0, V)
-    store_scalars(u_scale, scale * x_scale, i_t, i_h, length, H)
+    t_11, t_21 = small(t_11 * beta1[None, :], EXACT), small(t_21 * beta1[None, :], EXACT)
+    t_22 = small(t_22 * beta2[None, :], EXACT)
+    b_k1 = read_tile(k_in, i_t, i_h, length, M, K, 0, BC, K)
+    write_rows(w, small_dot(t_11, b_k1, EXACT), i_t, i_h, length, M, K, 0, BC, K)
+    b_w2 = small_dot(t_21, b_k1, EXACT) + small_dot(t_22, read_tile(k_in, i_t2, i_h, left, M, K, 0, BC, K), EXACT)
+    write_rows(w, b_w2, i_t2, i_h, left, M, K, 0, BC, K)
+    b_v1, b_v2 = load_rows(v, i_t, i_h, length, H, V, 0, BC, V), load_rows(v, i_t2, i_h, left, H, V, 0, BC, V)
+    largest = tl.maximum(magnitude(b_v1), magnitude(b_v2))
+    x_1, scale = scaled(b_v1, largest, EXACT)
+    x_2, scale = scaled(b_v2, largest, EXACT)
+    tl.store(u_scale + i_n.to(tl.int64) * H + i_h, scale)
+    # No element of the inverse exceeds 1: see recurrence.py on what is scaled.
+    write_rows(u, small_dot(t_11, x_1, EXACT), i_t, i_h, length, M, V, 0, BC, V)
+    write_rows(u, small_dot(t_21, x_1, EXACT) + small_dot(t_22, x_2, EXACT), i_t2, i_h, left, M, V, 0, BC, V)

@@ -1,7 +1,7 @@
 """The serial part: the state runs through the chunks of a document, in one program per document, head and values.
 
-The state is held transposed, [BV, K]: its rows never mix, so a row can be scaled by its largest magnitude before a
-product in fp16 and the result scaled back. Products thus keep 11 bits for inputs of any range.
+The state is held transposed, [BV, K]: its rows never mix. Products are taken in fp16 of tiles divided by their largest
+magnitude and scaled back, and so keep 11 bits for inputs of any range: see `scaled`.
 
 Legend: M tokens, N chunks of BT tokens, X documents, H heads, K key width, V value width, BV values of a program.
 """
@@ -9,11 +9,11 @@ Legend: M tokens, N chunks of BT tokens, X documents, H heads, K key width, V va
 import triton
 import triton.language as tl
 
-from .prepare import load_tile
-from .scores import BT, product, scaled_rows
+from .scores import magnitude, product, scaled
+from .tiles import BT, read_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def forward_kernel(
     q_in,
     k_out,
@@ -30,6 +30,7 @@ def forward_kernel(
     states_scale,
     values,
     values_scale,
+    M,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -50,7 +51,9 @@ def forward_kernel(
     o_t, o_k = tl.arange(0, BT), tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
     o_state = (i_x.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+    # Places of [BV, BT] in outputs and their gradients, and in what the kernels hand each other: see tiles.py.
     o_vt = o_t[None, :] * (H * V) + o_v[:, None]
+    o_work = o_t[None, :] * V + o_v[:, None]
 
     if HAS_INITIAL:
         b_s = tl.load(initial + o_state).to(tl.float32)
@@ -58,28 +61,27 @@ def forward_kernel(
         b_s = tl.zeros([BV, K], tl.float32)
     for _ in range(count):
         m_t = o_t < length
-        i_mh = i_t * H + i_h
+        i_mh, i_hm = i_t * H + i_h, tl.cast(i_h, tl.int64) * M + i_t
         i_nh = i_n * H + i_h
-        b_w = load_tile(w, i_t, i_h, length, H, K, 0, K)
-        b_k = load_tile(k_out, i_t, i_h, length, H, K, 0, K)
-        b_u = tl.load(u + i_mh * V + o_vt, mask=m_t[None, :], other=0.0).to(tl.float32)
-        b_u *= tl.load(u_scale + i_mh + o_t * H, mask=m_t, other=0.0)[None, :]
+        b_w = read_tile(w, i_t, i_h, length, M, K, 0, BT, K)
+        b_k = read_tile(k_out, i_t, i_h, length, M, K, 0, BT, K)
+        b_u = tl.load(u + i_hm * V + o_work, mask=m_t[None, :], other=0.0).to(tl.float32) * tl.load(u_scale + i_nh)
         b_decay = tl.load(decay + i_nh * K + o_k)
-        s_operand, s_scale = scaled_rows(b_s, EXACT)
-        b_u -= product(s_operand, tl.trans(b_w), EXACT) * s_scale[:, None]
-        u_operand, v_scale = scaled_rows(b_u, EXACT)
+        s_operand, s_scale = scaled(b_s, magnitude(b_s), EXACT)
+        b_u -= product(s_operand, tl.trans(b_w), EXACT) * s_scale
+        u_operand, v_scale = scaled(b_u, magnitude(b_u), EXACT)
         if BACKWARD:
             tl.store(states + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], s_operand)
-            tl.store(states_scale + i_nh * V + o_v, s_scale)
-            tl.store(values + i_mh * V + o_vt, u_operand, mask=m_t[None, :])
-            tl.store(values_scale + i_nh * V + o_v, v_scale)
+            tl.store(states_scale + i_nh * (V // BV) + i_v, s_scale)
+            tl.store(values + i_hm * V + o_work, u_operand, mask=m_t[None, :])
+            tl.store(values_scale + i_nh * (V // BV) + i_v, v_scale)
         else:
-            b_q = load_tile(q_in, i_t, i_h, length, H, K, 0, K)
-            b_a = load_tile(attend, i_t, i_h, length, H, BT, 0, BT)
-            b_o = product(s_operand, tl.trans(b_q), EXACT) * s_scale[:, None]
-            b_o += product(u_operand, tl.trans(b_a), EXACT) * v_scale[:, None]
+            b_q = read_tile(q_in, i_t, i_h, length, M, K, 0, BT, K)
+            b_a = read_tile(attend, i_t, i_h, length, M, BT, 0, BT, BT)
+            b_o = product(s_operand, tl.trans(b_q), EXACT) * s_scale
+            b_o += product(u_operand, tl.trans(b_a), EXACT) * v_scale
             tl.store(o + i_mh * V + o_vt, b_o.to(o.dtype.element_ty), mask=m_t[None, :])
-        b_s = b_s * b_decay[None, :] + product(u_operand, b_k, EXACT) * v_scale[:, None]
+        b_s = b_s * b_decay[None, :] + product(u_operand, b_k, EXACT) * v_scale
         i_n += 1
         i_t += BT
         length -= BT
@@ -87,7 +89,7 @@ def forward_kernel(
         tl.store(final + o_state, b_s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def backward_kernel(
     do,
     q_in,
@@ -98,10 +100,12 @@ def backward_kernel(
     documents,
     dfinal,
     dinitial,
+    do_scale,
     dstates,
     dstates_scale,
     dvalues,
     dvalues_scale,
+    M,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -121,7 +125,9 @@ def backward_kernel(
     o_t, o_k = tl.arange(0, BT), tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
     o_state = (i_x.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
+    # Places of [BV, BT] in outputs and their gradients, and in what the kernels hand each other: see tiles.py.
     o_vt = o_t[None, :] * (H * V) + o_v[:, None]
+    o_work = o_t[None, :] * V + o_v[:, None]
 
     if HAS_FINAL:
         b_ds = tl.load(dfinal + o_state).to(tl.float32)
@@ -129,25 +135,25 @@ def backward_kernel(
         b_ds = tl.zeros([BV, K], tl.float32)
     for _ in range(count):
         m_t = o_t < length
-        i_mh = i_t * H + i_h
+        i_mh, i_hm = i_t * H + i_h, tl.cast(i_h, tl.int64) * M + i_t
         i_nh = i_n * H + i_h
         b_do = tl.load(do + i_mh * V + o_vt, mask=m_t[None, :], other=0.0).to(tl.float32)
-        b_a = load_tile(attend, i_t, i_h, length, H, BT, 0, BT)
-        b_k = load_tile(k_out, i_t, i_h, length, H, K, 0, K)
-        b_q = load_tile(q_in, i_t, i_h, length, H, K, 0, K)
-        b_w = load_tile(w, i_t, i_h, length, H, K, 0, K)
+        b_a = read_tile(attend, i_t, i_h, length, M, BT, 0, BT, BT)
+        b_k = read_tile(k_out, i_t, i_h, length, M, K, 0, BT, K)
+        b_q = read_tile(q_in, i_t, i_h, length, M, K, 0, BT, K)
+        b_w = read_tile(w, i_t, i_h, length, M, K, 0, BT, K)
         b_decay = tl.load(decay + i_nh * K + o_k)
-        do_operand, do_scale = scaled_rows(b_do, EXACT)
-        ds_operand, ds_scale = scaled_rows(b_ds, EXACT)
-        b_dv = product(do_operand, b_a, EXACT) * do_scale[:, None]
-        b_dv += product(ds_operand, tl.trans(b_k), EXACT) * ds_scale[:, None]
-        dv_operand, dv_scale = scaled_rows(b_dv, EXACT)
+        do_operand, scale = scaled(b_do, magnitude(b_do), EXACT)
+        tl.store(do_scale + i_nh * (V // BV) + i_v, scale)
+        ds_operand, ds_scale = scaled(b_ds, magnitude(b_ds), EXACT)
+        b_dv = product(do_operand, b_a, EXACT) * scale + product(ds_operand, tl.trans(b_k), EXACT) * ds_scale
+        dv_operand, dv_scale = scaled(b_dv, magnitude(b_dv), EXACT)
         tl.store(dstates + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], ds_operand)
-        tl.store(dstates_scale + i_nh * V + o_v, ds_scale)
-        tl.store(dvalues + i_mh * V + o_vt, dv_operand, mask=m_t[None, :])
-        tl.store(dvalues_scale + i_nh * V + o_v, dv_scale)
-        b_ds = b_ds * b_decay[None, :] + product(do_operand, b_q, EXACT) * do_scale[:, None]
-        b_ds -= product(dv_operand, b_w, EXACT) * dv_scale[:, None]
+        tl.store(dstates_scale + i_nh * (V // BV) + i_v, ds_scale)
+        tl.store(dvalues + i_hm * V + o_work, dv_operand, mask=m_t[None, :])
+        tl.store(dvalues_scale + i_nh * (V // BV) + i_v, dv_scale)
+        b_ds = b_ds * b_decay[None, :] + product(do_operand, b_q, EXACT) * scale
+        b_ds -= product(dv_operand, b_w, EXACT) * dv_scale
         i_n -= 1
         i_t -= BT
         length += BT

@@ -7,7 +7,7 @@ neither factor can exceed 1. Inside a half, where decays are NARROW, at most exp
 keeps both factors of its 32 tokens within float32 (16 tokens give exp(80)). Elsewhere halves are halved again and
 again, and the factors stay below 1 whatever the decays.
 
-Legend: T the BT tokens of a chunk, K key width; c is the running sum within each half, and decays are in base 2.
+Legend: C the BC tokens of half a chunk, K key width; c is the running sum within the half, and decays are in base 2.
 """
 
 import os
@@ -15,21 +15,49 @@ import os
 import triton
 import triton.language as tl
 
+from .tiles import BC
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# Tokens per chunk, tokens per half, both powers of two.
-BT = tl.constexpr(64)
-BC = tl.constexpr(32)
-# Halvings from a chunk down to one token.
-LEVELS = tl.constexpr(6)
+# Halvings from half a chunk down to one token.
+LEVELS = tl.constexpr(5)
+
+
+@triton.jit
+def once(x):
+    """x. Without this the compiler works an operand out anew for each place in a product that a thread needs it at."""
+    if INTERPRETED:
+        return x
+    elif x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@triton.jit
+def exp2(x):
+    """2^x, zero below 2^-126: without that the compiler adds three instructions to this one."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def small(x, EXACT: tl.constexpr):
+    """x as an operand of `small_dot`: it cannot exceed the range of fp16."""
+    if EXACT:
+        return x
+    else:
+        return once(x.to(tl.float16))
 
 
 @triton.jit
 def small_dot(a, b, EXACT: tl.constexpr):
-    """Product of operands that cannot exceed the range of fp16."""
+    """Product of operands as `small` makes them."""
     if EXACT:
         return tl.dot(a, b, input_precision="ieee")
     else:
-        return tl.dot(a.to(tl.float16), b.to(tl.float16))
+        return tl.dot(a, b)
 
 
 @triton.jit
@@ -40,24 +68,35 @@ def rounded(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def wide_dot(a, b, EXACT: tl.constexpr):
+def _tf32(x, EXACT: tl.constexpr):
+    """x so that cutting off its last 13 bits, as the matrix units do, rounds it: no bias is left.
+
+    What is not a number may become one here, but reaches the outputs through q_in and k_in.
+    """
+    if EXACT:
+        return x
+    else:
+        return once((x.to(tl.int32, bitcast=True) + (1 << 12)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _wide_dot(a, b, EXACT: tl.constexpr):
     """Product of operands that need the range of fp32."""
     if EXACT:
         return tl.dot(a, b, input_precision="ieee")
     else:
-        # To the ten bits of tf32: the matrix units would cut the others off, which is a bias.
-        return tl.dot(rounded(a, 13), rounded(b, 13), input_precision="tf32")
+        return tl.dot(a, b, input_precision="tf32")
 
 
 @triton.jit
-def split(x, EXACT: tl.constexpr):
+def _split(x, EXACT: tl.constexpr):
     """x as the sum of two bf16 parts, which hold 16 bits of any range; exact: x and zero."""
     if EXACT:
         return x, tl.zeros_like(x)
     else:
         # Cutting the mantissa off leaves a float32 that needs no conversion back.
         high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+        return once(high.to(tl.bfloat16)), once((x - high).to(tl.bfloat16))
 
 
 @triton.jit
@@ -70,171 +109,157 @@ def _bf16_dot(a, b):
 
 
 @triton.jit
-def sum_rows(weights_TT, x_TK, EXACT: tl.constexpr):
-    """weights @ x for weights of 0 and 1, and x > -1000: in two fp16 parts that hold 22 bits."""
+def split_dots(a_1, a_2, b, EXACT: tl.constexpr):
+    """a_1 @ b and a_2 @ b for a in bf16 and b in two parts."""
     if EXACT:
-        return tl.dot(weights_TT, x_TK, input_precision="ieee")
+        return tl.dot(a_1, b, input_precision="ieee"), tl.dot(a_2, b, input_precision="ieee")
     else:
-        weights = weights_TT.to(tl.float16)
-        high = x_TK.to(tl.float16)
-        return tl.dot(weights, high) + tl.dot(weights, (x_TK - high.to(tl.float32)).to(tl.float16))
+        high, low = _split(b, EXACT)
+        return _bf16_dot(a_1, high) + _bf16_dot(a_1, low), _bf16_dot(a_2, high) + _bf16_dot(a_2, low)
 
 
 @triton.jit
-def sums_in_halves(g_TK, EXACT: tl.constexpr):
-    """Sums within each half up to and including every token, over all of its half, and over the other half.
+def split_dots_sum(a_1, a_2, b_1, b_2, EXACT: tl.constexpr):
+    """a_1 @ b_1 + a_2 @ b_2 for a in bf16 and b in two parts."""
+    if EXACT:
+        return tl.dot(a_1, b_1, input_precision="ieee") + tl.dot(a_2, b_2, input_precision="ieee")
+    else:
+        high_1, low_1 = _split(b_1, EXACT)
+        high_2, low_2 = _split(b_2, EXACT)
+        return (_bf16_dot(a_1, high_1) + _bf16_dot(a_1, low_1)) + (_bf16_dot(a_2, high_2) + _bf16_dot(a_2, low_2))
 
-    All as products, which leave every token its sums without an exchange between threads.
+
+@triton.jit
+def factors(c_CK, total_K, NARROW: tl.constexpr):
+    """Of a half: (row, column) around its middle, then the decay from its start and that to its end.
+
+    The first two are only for NARROW decays, elsewhere they are the others.
     """
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    same = o_i // BC == o_j // BC
-    running = sum_rows(tl.where(same & (o_i >= o_j), 1.0, 0.0), g_TK, EXACT)
-    total = sum_rows(tl.where(same, 1.0, 0.0), g_TK, EXACT)
-    return running, total, sum_rows(tl.where(same, 0.0, 1.0), g_TK, EXACT)
-
-
-@triton.jit
-def sums_to_end(x_TK, y_TK, EXACT: tl.constexpr):
-    """Sums of x over the chunk from every token on, plus the sum of y over the chunk; any range."""
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    x_high, x_low = split(x_TK, EXACT)
-    y_high, y_low = split(y_TK, EXACT)
-    later = tl.where(o_i <= o_j, 1.0, 0.0).to(x_high.dtype)
-    every = tl.full([BT, BT], 1.0, tl.float32).to(x_high.dtype)
-    if EXACT:
-        return tl.dot(later, x_TK, input_precision="ieee") + tl.dot(every, y_TK, input_precision="ieee")
+    if NARROW:
+        middle = total_K * 0.5
+        row, column = exp2(c_CK - middle[None, :]), exp2(middle[None, :] - c_CK)
+        return row, column, row * exp2(middle)[None, :], column * exp2(middle)[None, :]
     else:
-        return _bf16_dot(later, x_high) + _bf16_dot(later, x_low) + _bf16_dot(every, y_high) + _bf16_dot(every, y_low)
+        start, end = exp2(c_CK), exp2(total_K[None, :] - c_CK)
+        return start, end, start, end
 
 
 @triton.jit
-def _level(c_TK, level: tl.constexpr, EXACT: tl.constexpr):
-    """Row and column factors inside halves cut into blocks of BT >> level + 1 tokens, and which scores they make."""
-    S: tl.constexpr = BT >> (level + 1)
-    o_t = tl.arange(0, BT)
-    o_i, o_j = o_t[:, None], o_t[None, :]
-    boundary = sum_rows(tl.where(o_j == o_i // (2 * S) * 2 * S + S - 1, 1.0, 0.0), c_TK, EXACT)
+def _level(c_CK, level: tl.constexpr):
+    """Row and column factors of a half cut into blocks of BC >> level + 1 tokens, and which scores they make."""
+    S: tl.constexpr = BC >> (level + 1)
+    o_i, o_j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+    at_boundary = tl.where(o_j == o_i // (2 * S) * 2 * S + S - 1, 1.0, 0.0)
+    boundary = tl.dot(at_boundary, c_CK, input_precision="ieee")
     second = (o_i // S) % 2 == 1
-    row = tl.where(second, tl.exp2(tl.minimum(c_TK - boundary, 0.0)), 0.0)
-    column = tl.where(second, 0.0, tl.exp2(tl.minimum(boundary - c_TK, 0.0)))
+    row = tl.where(second, exp2(tl.minimum(c_CK - boundary, 0.0)), 0.0)
+    column = tl.where(second, 0.0, exp2(tl.minimum(boundary - c_CK, 0.0)))
     return row, column, o_i // (2 * S) == o_j // (2 * S)
 
 
 @triton.jit
-def add_scores(across, inside, a_TK, a_in, b_TK, b_out, c_TK, total_TK, NARROW: tl.constexpr, EXACT: tl.constexpr):
-    """Add the scores a . b of some channels: those between the halves to `across`, those inside them to `inside`.
+def inside_scores(q_CK, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr, EXACT: tl.constexpr):
+    """Scores q . k and k . k of some channels between the tokens of a half.
 
-    total: the sum of a token's half; a_in: a exp2(c); b_out: b exp2(total - c). What lies outside the two kinds of
-    places is not a score, may be infinite, and has to be masked.
+    Places above the diagonal, and of k . k on it, are no scores, may be infinite, and have to be masked.
     """
-    across += small_dot(a_in, tl.trans(b_out), EXACT)
     if NARROW:
-        a = a_TK * tl.exp2(c_TK - total_TK * 0.5)
-        b = b_TK * tl.exp2(total_TK * 0.5 - c_TK)
-        inside += wide_dot(a, tl.trans(b), EXACT)
+        columns = tl.trans(_tf32(k_CK * column_CK, EXACT))
+        qk = _wide_dot(_tf32(q_CK * row_CK, EXACT), columns, EXACT)
+        return qk, _wide_dot(_tf32(k_CK * row_CK, EXACT), columns, EXACT)
     else:
-        o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-        inside += tl.where(o_i == o_j, tl.sum(a_TK * b_TK, 1)[:, None], 0.0)
-        for level in tl.static_range(1, LEVELS):
-            row, column, here = _level(c_TK, level, EXACT)
-            inside += tl.where(here, small_dot(a_TK * row, tl.trans(b_TK * column), EXACT), 0.0)
-    return across, inside
+        o_i, o_j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+        qk = tl.where(o_i == o_j, tl.sum(q_CK * k_CK, 1)[:, None], 0.0)
+        kk = tl.zeros([BC, BC], tl.float32)
+        for level in tl.static_range(LEVELS):
+            row, column, here = _level(c_CK, level)
+            columns = tl.trans(small(k_CK * column, EXACT))
+            qk += tl.where(here, small_dot(small(q_CK * row, EXACT), columns, EXACT), 0.0)
+            kk += tl.where(here, small_dot(small(k_CK * row, EXACT), columns, EXACT), 0.0)
+        return qk, kk
 
 
 @triton.jit
-def scaled_rows(x_RC, EXACT: tl.constexpr):
-    """x as a matrix operand: rows divided by their largest magnitude for fp16, and that magnitude."""
-    if EXACT:
-        return x_RC, tl.full([x_RC.shape[0]], 1.0, tl.float32)
-    else:
-        scale = tl.maximum(tl.max(tl.abs(x_RC), 1), 1e-30)
-        return (x_RC * (1.0 / scale)[:, None]).to(tl.float16), scale
+def row_gradients(dqk, dkk, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr, EXACT: tl.constexpr):
+    """Gradients of the scores inside a half for some channels of q and of k as row, before beta.
 
-
-@triton.jit
-def product(a, b, EXACT: tl.constexpr):
-    """Product of operands as `scaled_rows` makes them."""
-    if EXACT:
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        return tl.dot(a, b)
-
-
-@triton.jit
-def split_dot(a, b, EXACT: tl.constexpr):
-    """a @ b for a in bf16 and b in two parts."""
-    if EXACT:
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        b_high, b_low = split(b, EXACT)
-        return _bf16_dot(a, b_high) + _bf16_dot(a, b_low)
-
-
-@triton.jit
-def row_gradients(dqk, dkk, k_TK, c_TK, total_TK, other_TK, NARROW: tl.constexpr, EXACT: tl.constexpr):
-    """Gradients of the scores for some channels of q and of k as row, before beta, [BT, BK] each.
-
-    dqk and dkk [BT, BT] are zero where there is no score, and dqk on its diagonal. They may be rounded to bf16: what a
+    dqk and dkk [BC, BC] are zero where there is no score, and dqk on its diagonal. They may be rounded to bf16: what a
     pair of tokens gives one of them for its decay it takes from the other, and both see the same rounding. The other
     factors may not.
     """
-    second = (tl.arange(0, BT) >= BC)[:, None]
     if NARROW:
-        # Within a half the reference is its middle; across, the boundary: the same factors but for one per channel.
-        b_x = k_TK * tl.exp2(total_TK * 0.5 - c_TK)
-        # One after the other: the product of the two leaves the range of float32.
-        enter, leave = tl.exp2(other_TK * 0.5), tl.exp2(total_TK * 0.5)
-        dq = split_dot(dqk, tl.where(second, 0.0, b_x), EXACT)
-        dq = tl.where(second, dq * enter * leave, dq) + split_dot(dqk, tl.where(second, b_x, 0.0), EXACT)
-        drow = split_dot(dkk, tl.where(second, 0.0, b_x), EXACT)
-        drow = tl.where(second, drow * enter * leave, drow) + split_dot(dkk, tl.where(second, b_x, 0.0), EXACT)
-        row = tl.exp2(c_TK - total_TK * 0.5)
-        return row * dq, row * drow
+        dq, dk = split_dots(dqk, dkk, k_CK * column_CK, EXACT)
+        return row_CK * dq, row_CK * dk
     else:
-        dq = tl.zeros_like(k_TK)
-        drow = tl.zeros_like(k_TK)
+        dq = tl.zeros_like(k_CK)
+        dk = tl.zeros_like(k_CK)
         for level in tl.static_range(LEVELS):
-            row, column, here = _level(c_TK + tl.where(second, other_TK, 0.0), level, EXACT)
-            dq += row * split_dot(tl.where(here, dqk, 0.0), k_TK * column, EXACT)
-            drow += row * split_dot(tl.where(here, dkk, 0.0), k_TK * column, EXACT)
-        return dq, drow
+            row, column, here = _level(c_CK, level)
+            x, y = split_dots(tl.where(here, dqk, 0.0), tl.where(here, dkk, 0.0), k_CK * column, EXACT)
+            dq += row * x
+            dk += row * y
+        return dq, dk
 
 
 @triton.jit
-def column_gradients(dqk, dkk, q_TK, k_TK, c_TK, total_TK, other_TK, NARROW: tl.constexpr, EXACT: tl.constexpr):
-    """Gradients of the scores for some channels of k as column; k_TK as row has beta in it."""
-    second = (tl.arange(0, BT) >= BC)[:, None]
+def column_gradients(dqk, dkk, q_CK, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr, EXACT: tl.constexpr):
+    """Gradients of the scores inside a half for some channels of k as column; k_CK as row has beta in it."""
     if NARROW:
-        row = tl.exp2(c_TK - total_TK * 0.5)
-        b_q, b_k = q_TK * row, k_TK * row
-        dqk, dkk = tl.trans(dqk), tl.trans(dkk)
-        dcolumn = split_dot(dqk, tl.where(second, b_q, 0.0), EXACT)
-        dcolumn += split_dot(dkk, tl.where(second, b_k, 0.0), EXACT)
-        enter, leave = tl.exp2(other_TK * 0.5), tl.exp2(total_TK * 0.5)
-        dcolumn = tl.where(second, dcolumn, dcolumn * enter * leave)
-        dcolumn += split_dot(dqk, tl.where(second, 0.0, b_q), EXACT)
-        dcolumn += split_dot(dkk, tl.where(second, 0.0, b_k), EXACT)
-        return dcolumn * tl.exp2(total_TK * 0.5 - c_TK)
+        dk = split_dots_sum(tl.trans(dqk), tl.trans(dkk), q_CK * row_CK, k_CK * row_CK, EXACT)
+        return column_CK * dk
     else:
-        dcolumn = tl.zeros_like(k_TK)
+        dk = tl.zeros_like(k_CK)
         for level in tl.static_range(LEVELS):
-            row, column, here = _level(c_TK + tl.where(second, other_TK, 0.0), level, EXACT)
-            dlevel = split_dot(tl.trans(tl.where(here, dqk, 0.0)), q_TK * row, EXACT)
-            dlevel += split_dot(tl.trans(tl.where(here, dkk, 0.0)), k_TK * row, EXACT)
-            dcolumn += column * dlevel
-        return dcolumn
+            row, column, here = _level(c_CK, level)
+            dqk_here, dkk_here = tl.where(here, dqk, 0.0), tl.where(here, dkk, 0.0)
+            dk += column * split_dots_sum(tl.trans(dqk_here), tl.trans(dkk_here), q_CK * row, k_CK * row, EXACT)
+        return dk
 
 
 @triton.jit
-def unit_lower_inverse(a_TT, EXACT: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower triangular chunk: inverses of ever larger diagonal blocks, each from two halves.
+def unit_lower_inverse(a_CC, EXACT: tl.constexpr):
+    """(1 + a)^-1 of a strictly lower triangle: inverses of ever larger diagonal blocks, each from two halves.
 
     This is block forward substitution. Powers of the triangle, which also give the inverse, lose all accuracy when
     keys repeat and decays are slow.
     """
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    inverse = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i // 2 == o_j // 2, a_TT, 0.0)
+    o_i, o_j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+    inverse = tl.where(o_i == o_j, 1.0, 0.0) - tl.where(o_i // 2 == o_j // 2, a_CC, 0.0)
     for level in tl.static_range(1, LEVELS):
-        between = tl.where((o_i >> (level + 1) == o_j >> (level + 1)) & (o_i >> level != o_j >> level), a_TT, 0.0)
-        inverse -= small_dot(small_dot(inverse, between, EXACT), inverse, EXACT)
+        between = tl.where((o_i >> (level + 1) == o_j >> (level + 1)) & (o_i >> level != o_j >> level), a_CC, 0.0)
+        x = small(inverse, EXACT)
+        inverse -= small_dot(small(small_dot(x, small(between, EXACT), EXACT), EXACT), x, EXACT)
     return inverse
+
+
+# The largest magnitude of an operand. Products of two over 128 terms stay within fp16, and an operand's elements keep
+# all of fp16's bits down to 2^-18 of the largest.
+LARGEST = tl.constexpr(16.0)
+
+
+@triton.jit
+def scaled(x, largest, EXACT: tl.constexpr):
+    """x / scale as a matrix operand, and scale, given the largest magnitude in x: fp16 for inputs of any range.
+
+    The scale is a power of two: it adds no rounding, and operands can change from one to another.
+    """
+    if EXACT:
+        return x, 1.0
+    else:
+        above = (largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x800000
+        scale = tl.maximum(above.to(tl.float32, bitcast=True), 2.0**-90) * (1.0 / LARGEST)
+        return (x * (1.0 / scale)).to(tl.float16), scale
+
+
+@triton.jit
+def magnitude(x):
+    return tl.max(tl.max(tl.abs(x), 1), 0)
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """Product of operands as `scaled` makes them."""
+    if EXACT:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b)
