@@ -19,11 +19,11 @@ from .tiles import BT
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Launch settings, chosen on an H200; channels of a step or program of the kernels that take them in parts.
-GATE, GATE_CHANNELS = {"num_warps": 1}, 64
-SCORES, SCORE_CHANNELS = {"num_warps": 2, "num_stages": 1}, 16
-SOLVE = {"num_warps": 4}
-SERIAL, VALUES_AT_A_TIME = {"num_warps": 8, "num_stages": 1}, 64
-VALUES = {"num_warps": 8}
+GATE, GATE_CHANNELS = {"num_warps": 1}, 32
+SCORES, SCORE_CHANNELS = {"num_warps": 2, "num_stages": 1}, 64
+SOLVE = {"num_warps": 2}
+SERIAL, VALUES_AT_A_TIME = {"num_warps": 8, "num_stages": 1}, 128
+VALUES = {"num_warps": 4}
 KEYS, KEY_CHANNELS = {"num_warps": 2, "num_stages": 1}, 16
 # With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
 NARROWEST_BOUND = -5.0

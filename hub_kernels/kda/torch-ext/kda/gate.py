@@ -14,7 +14,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    """log(1 + exp(x)), with all its digits also where it is small."""
+    y = tl.exp(-tl.abs(x))
+    u = 1.0 + y
+    # log(1 + y): the logarithm of u is that of a rounded sum, by whose error y / (u - 1) scales it.
+    return tl.maximum(x, 0.0) + tl.where(u == 1.0, y, tl.log(u) * (y / (u - 1.0)))
 
 
 @triton.jit
@@ -36,8 +40,8 @@ def log2_decay(z_RK, rate, lower_bound, m_r, BOUNDED: tl.constexpr, NARROW: tl.c
 def decay_gradient(dg_RK, z_RK, rate, lower_bound, BOUNDED: tl.constexpr):
     """Gradients for z and, elementwise, for A_log from that of the natural log decay."""
     if BOUNDED:
-        s = tl.sigmoid(rate * z_RK)
-        dz = dg_RK * (lower_bound * rate) * s * (1.0 - s)
+        # 1 - sigmoid(x) is sigmoid(-x), of which nothing cancels.
+        dz = dg_RK * (lower_bound * rate) * tl.sigmoid(rate * z_RK) * tl.sigmoid(-rate * z_RK)
         return dz, dz * z_RK
     else:
         return dg_RK * -rate * tl.sigmoid(z_RK), dg_RK * -rate * softplus(z_RK)

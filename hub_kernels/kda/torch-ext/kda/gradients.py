@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .prepare import half_totals
 from .scores import (
+    LIFT,
     column_gradients,
     exp2,
     factors,
@@ -33,7 +34,6 @@ from .tiles import (
     chunk_of,
     load_rows,
     load_scalars,
-    read_block,
     read_rows,
     read_scalars,
     read_tile,
@@ -142,13 +142,13 @@ def value_gradients_kernel(
     b_c = read_tile(values, i_t, i_h, length, M, V, 0, BT, V) * c_ratio[None, :]
     b_dx = product(b_c, b_ds, EXACT).to(b_c.dtype)
     b_dot = b_dx.to(tl.float32) * read_rows(k_out, i_t, i_h, length, M, K, 0, BT, K)
-    tl.store(dtotal + i_nh * K + o_k, dtotal_K + tl.sum(b_dot, 0) * (c_s * ds_s))
-    k_dot = tl.sum(b_dot, 1) * (c_s * ds_s)
+    tl.store(dtotal + i_nh * K + o_k, dtotal_K + tl.sum(b_dot, 0) * (c_s * ds_s / LIFT))
+    k_dot = tl.sum(b_dot, 1) * (c_s * ds_s / LIFT)
     _replace(k_out, b_dx, i_t, i_h, length, M, K)
 
     b_do = (load_rows(do, i_t, i_h, length, H, V, 0, BT, V) * (1.0 / do_s)).to(b_c.dtype)
     b_dx = product(b_do, b_s, EXACT)
-    q_dot = tl.sum(b_dx * read_rows(q_in, i_t, i_h, length, M, K, 0, BT, K), 1) * (do_s * s_s)
+    q_dot = tl.sum(b_dx * read_rows(q_in, i_t, i_h, length, M, K, 0, BT, K), 1) * (do_s * s_s / LIFT)
     _replace(q_in, b_dx, i_t, i_h, length, M, K)
 
     b_da = tl.where(o_t[:, None] >= o_t[None, :], product(b_do, tl.trans(b_c), EXACT), 0.0)
@@ -221,9 +221,9 @@ def key_gradients_kernel(
     i_nh = (tl.program_id(0) // 2).to(tl.int64)
     i_h = i_nh % H
     i_t1, length = chunk_of(chunks, i_nh // H)
-    # This program's half, and the other.
+    # This program's half.
     i_t, left = i_t1 + BC * i_c, length - BC * i_c
-    i_to, left_other = i_t1 + BC - BC * i_c, length - BC + BC * i_c
+    i_t2 = i_t1 + BC
     if left <= 0:
         return
     dkeys = dscores + M.to(tl.int64) * H * BT
@@ -239,46 +239,54 @@ def key_gradients_kernel(
     SCALE: tl.constexpr = K**-0.5
     for i_k in tl.range(0, K, BK, disable_licm=True):
         total1, total2 = half_totals(sums, i_t1, i_h, length, M, K, i_k, BK)
-        total = tl.where(i_c == 0, total1, total2)
+        before, after = tl.where(i_c == 0, 0.0, total1), tl.where(i_c == 0, total2, 0.0)
         b_c = read_rows(sums, i_t, i_h, left, M, K, i_k, BC, BK)
-        row, column, start, end = factors(b_c, total, NARROW)
-        b_q = load_rows(q, i_t, i_h, left, H, K, i_k, BC, BK) * (q_rstd * SCALE)[:, None]
+        row, column, start, end = factors(b_c, tl.where(i_c == 0, total1, total2), NARROW)
         b_k = load_rows(k, i_t, i_h, left, H, K, i_k, BC, BK) * k_rstd[:, None]
+
+        # As rows; those of the second half also meet the first.
         dqk = read_tile(dscores, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
         dkk = read_tile(dkeys, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
         b_dq, b_drow = row_gradients(dqk, dkk, b_k, b_c, row, column, NARROW, EXACT)
-        b_dcolumn = column_gradients(dqk, dkk, b_q, b_k * b_beta[:, None], b_c, row, column, NARROW, EXACT)
-        # Scores of the second half with the first.
-        dqk, dkk = read_block(dscores, i_t1, i_h, length, M, 1, 0), read_block(dkeys, i_t1, i_h, length, M, 1, 0)
-        b_c = read_rows(sums, i_to, i_h, left_other, M, K, i_k, BC, BK)
-        k_other = load_rows(k, i_to, i_h, left_other, H, K, i_k, BC, BK)
-        k_other *= read_scalars(k_rstds, i_to, i_h, left_other, M, BC)[:, None]
-        if i_c == 0:
-            q_other = load_rows(q, i_to, i_h, left_other, H, K, i_k, BC, BK)
-            q_other *= (read_scalars(q_rstds, i_to, i_h, left_other, M, BC) * SCALE)[:, None]
-            k_other *= tl.sigmoid(load_scalars(beta, i_to, i_h, left_other, H, BC))[:, None]
-            start_other = exp2(b_c)
-            b_dcolumn += end * split_dots_sum(
-                tl.trans(dqk), tl.trans(dkk), q_other * start_other, k_other * start_other, EXACT
-            )
-            end *= exp2(total2)[None, :]
-        else:
-            dq_across, drow_across = split_dots(dqk, dkk, k_other * exp2(total1[None, :] - b_c), EXACT)
+        if i_c == 1:
+            k_other = load_rows(k, i_t1, i_h, BC, H, K, i_k, BC, BK)
+            k_other *= read_scalars(k_rstds, i_t1, i_h, BC, M, BC)[:, None]
+            k_other *= exp2(total1[None, :] - read_rows(sums, i_t1, i_h, BC, M, K, i_k, BC, BK))
+            dqk = read_tile(dscores, i_t, i_h, left, M, BT, 0, BC, BC)
+            dkk = read_tile(dkeys, i_t, i_h, left, M, BT, 0, BC, BC)
+            dq_across, drow_across = split_dots(dqk, dkk, k_other, EXACT)
             b_dq += start * dq_across
             b_drow += start * drow_across
-            start *= exp2(total1)[None, :]
-
+        start *= exp2(before)[None, :]
         b_dq = b_dq * score_scale + start * (read_rows(dq_in, i_t, i_h, left, M, K, i_k, BC, BK) * q_scale)
-        b_drow = b_drow * score_scale - start * (read_rows(dk_in, i_t, i_h, left, M, K, i_k, BC, BK) * in_scale)
-        b_drow *= b_beta[:, None]
-        b_dcolumn *= score_scale
-        b_dwrite = read_rows(dk_out, i_t, i_h, left, M, K, i_k, BC, BK) * out_scale
-        # dtotal holds the sum of the last term over all tokens, of which nothing may be left: the same bits.
-        b_kout = (b_k * end).to(dk_out.dtype.element_ty).to(tl.float32)
-        b_dsums = b_q * b_dq + b_k * (b_drow - b_dcolumn) - b_kout * b_dwrite
-        write_rows(dsums, b_dsums, i_t, i_h, left, M, K, i_k, BC, BK)
-        b_dk = b_drow + b_dcolumn + end * b_dwrite + own[:, None] * b_q
-        store_rows(dk, (b_dk - b_k * k_dot[:, None]) * k_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)
+        b_q = load_rows(q, i_t, i_h, left, H, K, i_k, BC, BK) * (q_rstd * SCALE)[:, None]
+        b_dsums = b_q * b_dq
         # b_q is of length SCALE, and q_dot that q's product with its gradient.
         b_dq = (b_dq + own[:, None] * b_k) * SCALE - b_q * (q_dot * (1.0 / SCALE))[:, None]
         store_rows(dq, b_dq * q_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)
+        b_drow = b_drow * score_scale - start * (read_rows(dk_in, i_t, i_h, left, M, K, i_k, BC, BK) * in_scale)
+        b_drow *= b_beta[:, None]
+
+        # As columns; those of the first half also meet the second.
+        dqk = tl.trans(read_tile(dscores, i_t, i_h, left, M, BT, BC * i_c, BC, BC))
+        dkk = tl.trans(read_tile(dkeys, i_t, i_h, left, M, BT, BC * i_c, BC, BC))
+        b_dcolumn = column_gradients(dqk, dkk, b_q, b_k * b_beta[:, None], b_c, row, column, NARROW, EXACT)
+        if i_c == 0:
+            fade = exp2(read_rows(sums, i_t2, i_h, length - BC, M, K, i_k, BC, BK))
+            q_other = load_rows(q, i_t2, i_h, length - BC, H, K, i_k, BC, BK) * fade
+            q_other *= (read_scalars(q_rstds, i_t2, i_h, length - BC, M, BC) * SCALE)[:, None]
+            k_other = load_rows(k, i_t2, i_h, length - BC, H, K, i_k, BC, BK) * fade
+            k_other *= read_scalars(k_rstds, i_t2, i_h, length - BC, M, BC)[:, None]
+            k_other *= tl.sigmoid(load_scalars(beta, i_t2, i_h, length - BC, H, BC))[:, None]
+            dqk = tl.trans(read_tile(dscores, i_t2, i_h, length - BC, M, BT, 0, BC, BC))
+            dkk = tl.trans(read_tile(dkeys, i_t2, i_h, length - BC, M, BT, 0, BC, BC))
+            b_dcolumn += end * split_dots_sum(dqk, dkk, q_other, k_other, EXACT)
+        b_dcolumn *= score_scale
+        end *= exp2(after)[None, :]
+        b_dwrite = read_rows(dk_out, i_t, i_h, left, M, K, i_k, BC, BK) * out_scale
+        # dtotal holds the sum of the last term over all tokens, of which nothing may be left: the same bits.
+        b_kout = (b_k * (end * LIFT)).to(dk_out.dtype.element_ty).to(tl.float32) * (1.0 / LIFT)
+        b_dsums += b_k * (b_drow - b_dcolumn) - b_kout * b_dwrite
+        write_rows(dsums, b_dsums, i_t, i_h, left, M, K, i_k, BC, BK)
+        b_dk = b_drow + b_dcolumn + end * b_dwrite + own[:, None] * b_q
+        store_rows(dk, (b_dk - b_k * k_dot[:, None]) * k_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)

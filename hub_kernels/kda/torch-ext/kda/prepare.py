@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .gate import L2_EPS
-from .scores import exp2, factors, inside_scores, magnitude, scaled, small, small_dot, unit_lower_inverse
+from .scores import LIFT, exp2, factors, inside_scores, magnitude, scaled, small, small_dot, unit_lower_inverse
 from .tiles import (
     BC,
     BT,
@@ -70,8 +70,8 @@ def scores_kernel(
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """q_in, k_in, k_out, attend, decay, the scores of keys (before beta) and the factors of unit length; of half a
-    chunk per program."""
+    """Of half a chunk: q_in, k_in and k_out, LIFT times; attend, decay, the scores of keys (before beta) and the
+    factors of unit length."""
     i_c = tl.program_id(0) % 2
     i_nh = (tl.program_id(0) // 2).to(tl.int64)
     i_h = i_nh % H
@@ -104,10 +104,10 @@ def scores_kernel(
         qk_inside, kk_inside = inside_scores(b_q, b_k, b_c, row, column, NARROW, EXACT)
         qk += qk_inside
         kk += kk_inside
-        write_rows(k_out, b_k * (end * exp2(after)[None, :]), i_t, i_h, left, M, K, i_k, BC, BK)
+        write_rows(k_out, b_k * (end * (exp2(after) * LIFT)[None, :]), i_t, i_h, left, M, K, i_k, BC, BK)
         b_q *= start
         b_k *= start
-        before = exp2(before)[None, :]
+        before = (exp2(before) * LIFT)[None, :]
         write_rows(q_in, b_q * before, i_t, i_h, left, M, K, i_k, BC, BK)
         write_rows(k_in, b_k * before, i_t, i_h, left, M, K, i_k, BC, BK)
         if i_c == 1:
@@ -143,7 +143,7 @@ def solve_kernel(
     BACKWARD: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """w, u with a scale per chunk, and with BACKWARD the inverse."""
+    """w, LIFT times, u with a scale per chunk, and with BACKWARD the inverse."""
     i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_t, length = chunk_of(chunks, i_n)
     if length == 0:

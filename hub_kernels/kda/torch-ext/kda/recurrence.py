@@ -9,7 +9,7 @@ Legend: M tokens, N chunks of BT tokens, X documents, H heads, K key width, V va
 import triton
 import triton.language as tl
 
-from .scores import magnitude, product, scaled
+from .scores import LIFT, magnitude, product, scaled
 from .tiles import BT, read_tile
 
 
@@ -68,7 +68,7 @@ def forward_kernel(
         b_u = tl.load(u + i_hm * V + o_work, mask=m_t[None, :], other=0.0).to(tl.float32) * tl.load(u_scale + i_nh)
         b_decay = tl.load(decay + i_nh * K + o_k)
         s_operand, s_scale = scaled(b_s, magnitude(b_s), EXACT)
-        b_u -= product(s_operand, tl.trans(b_w), EXACT) * s_scale
+        b_u -= product(s_operand, tl.trans(b_w), EXACT) * (s_scale / LIFT)
         u_operand, v_scale = scaled(b_u, magnitude(b_u), EXACT)
         if BACKWARD:
             tl.store(states + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], s_operand)
@@ -78,10 +78,10 @@ def forward_kernel(
         else:
             b_q = read_tile(q_in, i_t, i_h, length, M, K, 0, BT, K)
             b_a = read_tile(attend, i_t, i_h, length, M, BT, 0, BT, BT)
-            b_o = product(s_operand, tl.trans(b_q), EXACT) * s_scale
+            b_o = product(s_operand, tl.trans(b_q), EXACT) * (s_scale / LIFT)
             b_o += product(u_operand, tl.trans(b_a), EXACT) * v_scale
             tl.store(o + i_mh * V + o_vt, b_o.to(o.dtype.element_ty), mask=m_t[None, :])
-        b_s = b_s * b_decay[None, :] + product(u_operand, b_k, EXACT) * v_scale
+        b_s = b_s * b_decay[None, :] + product(u_operand, b_k, EXACT) * (v_scale / LIFT)
         i_n += 1
         i_t += BT
         length -= BT
@@ -146,14 +146,15 @@ def backward_kernel(
         do_operand, scale = scaled(b_do, magnitude(b_do), EXACT)
         tl.store(do_scale + i_nh * (V // BV) + i_v, scale)
         ds_operand, ds_scale = scaled(b_ds, magnitude(b_ds), EXACT)
-        b_dv = product(do_operand, b_a, EXACT) * scale + product(ds_operand, tl.trans(b_k), EXACT) * ds_scale
+        b_dv = product(do_operand, b_a, EXACT) * scale
+        b_dv += product(ds_operand, tl.trans(b_k), EXACT) * (ds_scale / LIFT)
         dv_operand, dv_scale = scaled(b_dv, magnitude(b_dv), EXACT)
         tl.store(dstates + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], ds_operand)
         tl.store(dstates_scale + i_nh * (V // BV) + i_v, ds_scale)
         tl.store(dvalues + i_hm * V + o_work, dv_operand, mask=m_t[None, :])
         tl.store(dvalues_scale + i_nh * (V // BV) + i_v, dv_scale)
-        b_ds = b_ds * b_decay[None, :] + product(do_operand, b_q, EXACT) * scale
-        b_ds -= product(dv_operand, b_w, EXACT) * dv_scale
+        b_ds = b_ds * b_decay[None, :] + product(do_operand, b_q, EXACT) * (scale / LIFT)
+        b_ds -= product(dv_operand, b_w, EXACT) * (dv_scale / LIFT)
         i_n -= 1
         i_t -= BT
         length += BT

@@ -203,16 +203,16 @@ def row_gradients(dqk, dkk, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr,
 
 @triton.jit
 def column_gradients(dqk, dkk, q_CK, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr, EXACT: tl.constexpr):
-    """Gradients of the scores inside a half for some channels of k as column; k_CK as row has beta in it."""
+    """Gradients of the scores inside a half for some channels of k as column: dqk and dkk transposed, k with beta."""
     if NARROW:
-        dk = split_dots_sum(tl.trans(dqk), tl.trans(dkk), q_CK * row_CK, k_CK * row_CK, EXACT)
+        dk = split_dots_sum(dqk, dkk, q_CK * row_CK, k_CK * row_CK, EXACT)
         return column_CK * dk
     else:
         dk = tl.zeros_like(k_CK)
         for level in tl.static_range(LEVELS):
             row, column, here = _level(c_CK, level)
             dqk_here, dkk_here = tl.where(here, dqk, 0.0), tl.where(here, dkk, 0.0)
-            dk += column * split_dots_sum(tl.trans(dqk_here), tl.trans(dkk_here), q_CK * row, k_CK * row, EXACT)
+            dk += column * split_dots_sum(dqk_here, dkk_here, q_CK * row, k_CK * row, EXACT)
         return dk
 
 
@@ -235,6 +235,9 @@ def unit_lower_inverse(a_CC, EXACT: tl.constexpr):
 # The largest magnitude of an operand. Products of two over 128 terms stay within fp16, and an operand's elements keep
 # all of fp16's bits down to 2^-18 of the largest.
 LARGEST = tl.constexpr(16.0)
+# Of q_in, k_in, k_out and w, whose rows have at most unit length: fast decays leave little of them, and fp16 loses
+# digits below 2^-14.
+LIFT = tl.constexpr(4096.0)
 
 
 @triton.jit
