@@ -399,9 +399,11 @@ def short_conv(
     M, device = len(xs[0]), xs[0].device
     position = document = None
     if cu_seqlens is not None:
-        # A document starts at each inner bound: how many of them are at or before a token says which it is in.
+        # A document starts at each bound: how many of them are at or before a token says which it is in. All bounds,
+        # not only the inner ones: compiled, torch's search takes a part of a tensor for one that starts at its first
+        # element (seen with torch 2.11).
         token = torch.arange(M, device=device, dtype=cu_seqlens.dtype)
-        document = torch.searchsorted(cu_seqlens[1:-1].contiguous(), token, right=True, out_int32=True)
+        document = torch.searchsorted(cu_seqlens.contiguous(), token, right=True, out_int32=True) - 1
         position = (token - cu_seqlens[document]).to(torch.int32)
     elif tails is not None:
         position = torch.arange(M, device=device, dtype=torch.int32)
