@@ -406,7 +406,8 @@ class GroupedMatmul(torch.autograd.Function):
     """y_RO[r] = W_e x_RI[r]: rows are sorted by expert, `counts[e]` of them belong to expert e.
 
     Float weights are cast to the dtype of x and get a gradient if they require one. MXFP4 weights are decoded to
-    that dtype, a bounded number of experts at a time, in forward and again in backward: only their bytes are saved.
+    that dtype, a bounded number of experts at a time, in forward and again in backward: only their bytes are saved,
+    as the caller's own tensors and not as views of them. The same bytes may be in other memory by then.
     """
 
     @staticmethod

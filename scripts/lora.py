@@ -36,6 +36,7 @@ from modeling_latentmoe.training.arguments import option
 from modeling_latentmoe.training.balance import AuxiliaryLoss, Balancing, QuantileBalancing, check_router
 from modeling_latentmoe.training.evaluate import evaluate
 from modeling_latentmoe.training.expert_adapters import initialise_adapters
+from modeling_latentmoe.training.expert_homes import keep_off_device
 from modeling_latentmoe.training.flops import forward_flops_per_token
 from modeling_latentmoe.training.gradients import clip_grad_norm, reduce_expert_gradients
 from modeling_latentmoe.training.loading import (
@@ -48,8 +49,10 @@ from modeling_latentmoe.training.loading import (
 from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
 from modeling_latentmoe.training.parallelize import parallelize, start_processes, told_failures
+from modeling_latentmoe.training.placement import check_placement, decide, parse_placement
 from modeling_latentmoe.training.router_bias import read_biases, set_biases
 from modeling_latentmoe.training.rows import Rows, open_dataset
+from modeling_latentmoe.training.tiers import Tiers
 from modeling_latentmoe.training.trained_state import prepare_moments
 
 
@@ -76,6 +79,9 @@ class Arguments:
     dtype: Literal["fp32", "bf16", "fp64"] = option("fp32", "precision of frozen weights; adapters: fp32, or fp64 too")
     kernels: Literal["auto", "torch", "hub"] = option(
         "auto", "fused operations on CUDA: kernels that are at hand, none, or those on the Hub, downloaded"
+    )
+    experts_in: str = option(
+        "device", "where the experts of some layers live: host:0-30, file:0-30, or auto (by free memory)"
     )
     ep: int = option(1, "expert-parallel degree: so many processes share the experts of every layer")
     capacity_factor: float | None = option(None, "drop a process' tokens beyond this times an expert's even share")
@@ -137,6 +143,7 @@ class Arguments:
             raise ValueError(f"--timeout {self.timeout} is longer than a million seconds")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**32")
+        parse_placement(self.experts_in)
         if self.adapter and Path(self.output_dir).resolve() in (path := Path(self.adapter).resolve(), *path.parents):
             raise ValueError(f"--adapter {self.adapter} lies in --output_dir, which a new run clears")
         if self.eval_every < 0:
@@ -187,6 +194,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     base_config = load_config(args.model)
     check_layout(base_config, world, args.ep)
+    placement = parse_placement(args.experts_in)
+    check_placement(placement, base_config, args.model)
     balancing: Balancing | None = None
     if args.balance == "auxiliary":
         balancing = AuxiliaryLoss(base_config.get_text_config(), args.auxiliary_coefficient)
@@ -228,7 +237,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         held_out = data.Chats(Rows(name, eval_source, rank, world), eval_folder, limit, args.skip_bad_images)
 
     # Model: frozen weights, fp32 adapters, one learning rate per kind of layer.
-    base = load_model(args.model, args.dtype, mesh.get_local_rank("ep"), args.ep, args.kernels)
+    base = load_model(args.model, args.dtype, mesh.get_local_rank("ep"), args.ep, args.kernels, placement.on_disk)
     identity = lora.base_identity(base, args.model)
     check_same_start({**settings, **identity, "checkpoint": str(resume_from)})
     storage = storage_report(base)
@@ -251,7 +260,10 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     groups = lora.parameter_groups(model, {name: args.lr if lr is None else lr for name, lr in rates.items()})
     accelerator.print(storage, lora.trainable_line(model, groups), sep="\n")
     optimizer = torch.optim.AdamW(groups, eps=args.adam_epsilon, weight_decay=args.weight_decay)
+    placement = decide(placement, model, accelerator, args.ep)
+    homes = keep_off_device(model, placement, accelerator.device)
     wrapped, optimizer = parallelize(accelerator, model, optimizer, mesh, args.capacity_factor)
+    tiers = Tiers(homes, accelerator.device)
     prepare_moments(optimizer)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -287,6 +299,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         if held_out is not None:
             limits = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens}
             result = evaluate(accelerator, model, processor, held_out, thinking=args.thinking, **limits)
+            result |= tiers.figures()
             metrics.add(step=step, **result)
             accelerator.log(result, step=step)
             accuracy, loss, n = (result[f"eval_{name}"] for name in ("accuracy", "loss", "samples"))
@@ -372,7 +385,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             record = {"loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
             record |= {"lr": args.lr * factor, "done": done}
             record |= {"tokens": n_tokens, "tokens_per_s": speed, "dropped": dropped, "auxiliary_loss": auxiliary}
-            record |= monitor.load_figures(step_load) | monitor.peak_memory()
+            record |= monitor.load_figures(step_load) | monitor.peak_memory() | tiers.figures()
             # forward and input gradients
             record["tflops"] = 2 * forward_flops_per_token(base.config.get_text_config(), length) * speed / 1e12
             metrics.add(step=step, **record)
@@ -391,6 +404,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     save()
     too_long, bad_images = global_sum(accelerator, batches.too_long, batches.bad_images)
     accelerator.print(f"left out: {too_long} samples over --max_length, {bad_images} unreadable images")
+    for line in tiers.summary():
+        accelerator.print(line)
     checkpoint.save_whole_adapter(model, mesh, output, identity, biases())
     if is_main:
         monitor.draw(metrics, load, output / "training.png")

@@ -53,6 +53,7 @@ FREE_ON_RESUME = {
     "output_dir",
     "keep",
     "ep",
+    "experts_in",
     "gradient_accumulation",
     "gradient_checkpointing",
     "timeout",

@@ -1,6 +1,6 @@
 """Load a model and its processor through the Auto classes, safely when several processes start at once."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -61,15 +61,22 @@ def load_config(model: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(_local(model), trust_remote_code=True)
 
 
-def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1, kernels: str = "auto") -> PreTrainedModel:
+def load_model(
+    model: str,
+    dtype: str,
+    ep_rank: int = 0,
+    ep_degree: int = 1,
+    kernels: str = "auto",
+    on_disk: Collection[int] = (),
+) -> PreTrainedModel:
     """The image-text-to-text model of `model` (a local folder, a Hub id or a URL) in "fp64", "fp32" or "bf16".
 
     With an expert-parallel degree n above 1 this process, rank r, holds and reads experts [r * E / n, (r + 1) * E / n)
     of every layer only. So read, range by range, are also checkpoints that do not fit in memory and those at a URL,
     such as s3://bucket/folder or https://host/folder. Only the code is fetched under the lock; the weights are read by
-    all processes at the same time. kernels: where fused operations come from (kernel_loading.py). Raises ValueError or
-    OSError, in one line that names the file, for a checkpoint that is not whole or a degree that does not divide the
-    number of experts.
+    all processes at the same time. kernels: where fused operations come from (kernel_loading.py). on_disk: layers of a
+    local checkpoint whose experts are left in their files, for expert_homes.py. Raises ValueError or OSError, in one
+    line that names the file, for a checkpoint that is not whole or a degree that does not divide the number of experts.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}")
@@ -83,7 +90,7 @@ def load_model(model: str, dtype: str, ep_rank: int = 0, ep_degree: int = 1, ker
             raise ValueError(f"{model}/config.json: auto_map has no AutoModelForImageTextToText to load")
         cls = get_class_from_dynamic_module(reference, place)
     check_shares(config, ep_rank, ep_degree)
-    streaming = streamed(cls, ep_rank, ep_degree, remote)
+    streaming = streamed(cls, ep_rank, ep_degree, remote, on_disk)
     with header_files(remote, Path(place)) if remote else nullcontext(place) as folder:
         try:
             loaded = streaming.from_pretrained(folder, config=config, dtype=DTYPES[dtype])

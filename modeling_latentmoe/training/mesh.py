@@ -4,8 +4,10 @@ The ranks of one row, neighbours in rank and so on one node where that is large 
 and hold all experts together. The ranks of a column hold the same experts. Every rank has its own data.
 """
 
+import re
 from datetime import timedelta
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import PreTrainedConfig
@@ -78,3 +80,13 @@ def span(first: int, last: int) -> str:
 def is_expert(name: str) -> bool:
     """Whether the parameter of this full name belongs to a stack of routed experts, adapters included."""
     return f".{EXPERTS.rpartition('.')[2]}." in name
+
+
+def expert_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The stacks of routed experts of `model` by the number of their layer, in order."""
+    found = {}
+    for name, module in model.named_modules():
+        # by an attribute: the class may come from the installed package or from remote code
+        if "logical_shapes" in module.__dict__:
+            found[int(re.search(r"(?:^|\.)layers\.(\d+)\.", name)[1])] = module
+    return found

@@ -101,7 +101,7 @@ def told_failures() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise OSError(
             "the accelerator's memory is used up: lower --batch_size or --max_length, set --gradient_checkpointing "
-            "full, or use more devices; --resume continues from the newest checkpoint"
+            "full or --experts_in auto, or use more devices; --resume continues from the newest checkpoint"
         ) from error
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):

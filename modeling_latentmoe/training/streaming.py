@@ -6,9 +6,10 @@ allocated once, and several threads fill it. Everything else about loading stays
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MethodType
 from typing import NamedTuple
 
 import psutil
@@ -21,7 +22,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from modeling_latentmoe.conversion import EXPERTS, FLOAT_LEAVES, MATRICES, PACKED_LEAVES, check_checkpoint, check_values
 from modeling_latentmoe.headers import StoredTensor, read_header
 from modeling_latentmoe.mxfp4 import assert_packed
-from modeling_latentmoe.training.mesh import check_layout, owned_experts
+from modeling_latentmoe.training.mesh import check_layout, expert_layers, owned_experts
 from modeling_latentmoe.training.sources import READERS, Files, LocalFiles, RemoteFiles
 
 # Bytes of one read. READERS of them are in flight, which bounds the memory for what is not read in place.
@@ -51,18 +52,41 @@ class Request(NamedTuple):
     parts: list[Part]
 
 
+class StoredExperts(NamedTuple):
+    """The experts of one layer that stay in their files, of which this process owns those of `owned`.
+
+    tensors: where they are, by file and name on disk. stem: what these names start with.
+    """
+
+    files: Files
+    tensors: dict[str, dict[str, StoredTensor]]
+    stem: str
+    owned: range
+    packed: bool
+
+    def plan(self, stacks: dict[str, Tensor]) -> list[Request]:
+        """The reads that fill `stacks`, the parameters of the module by name."""
+        targets = expert_destinations(self.stem, self.owned, stacks, self.packed)
+        return [request for file, tensors in self.tensors.items() for request in plan(file, tensors, targets)]
+
+
 def streamed(
-    cls: type[PreTrainedModel], ep_rank: int, ep_degree: int, remote: RemoteFiles | None = None
+    cls: type[PreTrainedModel],
+    ep_rank: int,
+    ep_degree: int,
+    remote: RemoteFiles | None = None,
+    on_disk: Collection[int] = (),
 ) -> type[PreTrainedModel]:
     """`cls` with another way to read weights, for `from_pretrained`; change the `__class__` of the result back.
 
     Of n = ep_degree ranks, rank r reads experts [r * E / n, (r + 1) * E / n) of every layer, and all other
     weights. With one rank, a local checkpoint that fits in memory is left to `cls`. remote: read the bytes
-    from there instead of the local files, of which only the headers are used then.
+    from there instead of the local files, of which only the headers are used then. on_disk: layers whose experts are
+    not read (see `leave_on_disk`).
     """
 
     def load(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        fits = remote is None and ep_degree == 1 and _fits_in_memory(checkpoint_files)
+        fits = remote is None and ep_degree == 1 and not on_disk and _fits_in_memory(checkpoint_files)
         if fits or model._hf_peft_config_loaded:
             return cls._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         packed = load_config.hf_quantizer is not None
@@ -71,10 +95,13 @@ def streamed(
         where = check_checkpoint(model, checkpoint_files, packed)
         restrict_experts(model, ep_rank, ep_degree)
         files = remote or LocalFiles(str(Path(checkpoint_files[0]).parent))
-        missing = fill(model, files, [Path(file) for file in checkpoint_files], packed, ep_rank)
+        headers = [Path(file) for file in checkpoint_files]
+        leave_on_disk(model, files, headers, packed, on_disk)
+        missing = fill(model, files, headers, packed, ep_rank)
         check_values(model, where)
         if packed:
             assert_packed(model)
+        show_stand_ins(model)
         # What may be missing is tied; `from_pretrained` ties it.
         return LoadStateDictInfo(missing, set(), set(), [], {}, set()), None
 
@@ -100,12 +127,58 @@ def restrict_experts(model: nn.Module, ep_rank: int, ep_degree: int) -> None:
             module.restrict(owned_experts(ep_rank, ep_degree, module.config.num_experts))
 
 
+def leave_on_disk(model: nn.Module, files: Files, headers: list[Path], packed: bool, layers: Collection[int]) -> None:
+    """Have `fill` pass over the experts of these layers, and give them `stored`, from which they can be read later.
+
+    The other arguments are those of `fill`.
+    """
+    found = {layer: experts for layer, experts in expert_layers(model).items() if layer in layers}
+    names = {id(module): name for name, module in model.named_modules()}
+    wanted: dict[str, dict[str, dict[str, StoredTensor]]] = {}
+    owners: dict[str, str] = {}
+    for experts in found.values():
+        stem = names[id(experts)]
+        stacks = dict(experts.named_parameters(recurse=False))
+        owners |= dict.fromkeys(expert_destinations(stem, experts.owned, stacks, packed), stem)
+    if found:
+        for header in headers:
+            for name, tensor in read_header(header).items():
+                known = _name_in(owners, name, model.base_model_prefix)
+                if known is not None:
+                    wanted.setdefault(owners[known], {}).setdefault(header.name, {})[known] = tensor
+    for experts in found.values():
+        stem = names[id(experts)]
+        experts.stored = StoredExperts(files, wanted[stem], stem, experts.owned, packed)
+        stay(experts)
+
+
+def show_stand_ins(model: nn.Module) -> None:
+    """Give what `leave_on_disk` left parameters that hold no memory: the right shapes, and values that make NaNs."""
+    for experts in expert_layers(model).values():
+        if "stored" in experts.__dict__:
+            for name, param in list(experts.named_parameters(recurse=False)):
+                nothing = torch.full((), float("nan") if param.is_floating_point() else 255, dtype=param.dtype)
+                stand_in = nn.Parameter(nothing.expand(param.shape), requires_grad=False)
+                # for transformers, as in `fill`
+                stand_in._is_hf_initialized = True
+                setattr(experts, name, stand_in)
+
+
+def stay(experts: nn.Module) -> None:
+    """Let `model.to(...)` and its kin leave these experts as and where they are."""
+    experts._apply = MethodType(_unmoved, experts)
+
+
+def _unmoved(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    return self
+
+
 def fill(model: nn.Module, files: Files, headers: list[Path], packed: bool, ep_rank: int) -> set[str]:
     """Allocate `model`, which is on the meta device, and read its weights; returns the names that are not stored.
 
     headers: local files that start with the headers of the shards of the same names in `files`.
     """
-    needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+    needed = sum(target.nbytes for target in destinations(model, packed).values())
     free = psutil.virtual_memory().available
     if needed > free:
         raise OSError(f"the weights need {needed / 1e9:,.1f} GB of memory, but only {free / 1e9:,.1f} GB are free")
@@ -147,25 +220,37 @@ def planned_reads(model: nn.Module, headers: list[Path], packed: bool) -> tuple[
     return requests, targets.keys() - stored
 
 
-def _name_in(targets: dict[str, Tensor], name: str, prefix: str) -> str | None:
+def _name_in(targets: Mapping[str, object], name: str, prefix: str) -> str | None:
     """The target that `name` on disk means, which may have or lack the base-model prefix; None for other ranks'."""
     return next((n for n in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if n in targets), None)
 
 
 def destinations(model: nn.Module, packed: bool) -> dict[str, Tensor]:
-    """Name on disk -> one-dimensional view of the memory, of everything that `model` holds.
+    """Name on disk -> one-dimensional view of the memory, of everything that `model` holds and does not leave on disk.
 
     packed: whether the experts are MXFP4 on disk.
     """
-    leaves, targets = PACKED_LEAVES if packed else FLOAT_LEAVES, {}
+    targets, stacks = {}, {}
     for name, tensor in model.state_dict().items():
         stem, _, leaf = name.rpartition(".")
-        stack, _, suffix = leaf.rpartition("_")
-        if not stem.endswith(EXPERTS) or stack not in MATRICES:
+        if stem.endswith(EXPERTS) and leaf.rpartition("_")[0] in MATRICES:
+            stacks.setdefault(stem, {})[leaf] = tensor
+        else:
             targets[name] = tensor.view(-1)
-            continue
+    for stem, tensors in stacks.items():
+        experts = model.get_submodule(stem)
+        if "stored" not in experts.__dict__:
+            targets |= expert_destinations(stem, experts.owned, tensors, packed)
+    return targets
+
+
+def expert_destinations(stem: str, owned: range, stacks: dict[str, Tensor], packed: bool) -> dict[str, Tensor]:
+    """`destinations` of the stacks of the experts `owned` of a layer, which are given by their parameters' names."""
+    leaves, targets = PACKED_LEAVES if packed else FLOAT_LEAVES, {}
+    for name, tensor in stacks.items():
+        stack, _, suffix = name.rpartition("_")
         matrices = MATRICES[stack]
-        for expert, rows in zip(model.get_submodule(stem).owned, tensor, strict=True):
+        for expert, rows in zip(owned, tensor, strict=True):
             for matrix, part in zip(matrices, rows.chunk(len(matrices)), strict=True):
                 targets[f"{stem}.{expert}.{matrix}.{leaves[suffix]}"] = part.view(-1)
     return targets

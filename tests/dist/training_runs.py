@@ -104,7 +104,8 @@ def signal_in_step(step: int, number: signal.Signals, ranks: tuple[int, ...], ra
 def records(output: Path) -> list[dict]:
     """metrics.jsonl, without what depends on the time."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line.keys() - {"tokens_per_s", "tflops", "memory_gib"}} for line in lines]
+    times = {"tokens_per_s", "tflops", "memory_gib", "experts_moved_s", "experts_exposed_s", "experts_hidden"}
+    return [{name: line[name] for name in line.keys() - times} for line in lines]
 
 
 def tensors(output: Path, checkpoint: str) -> dict[str, torch.Tensor]:
