@@ -279,17 +279,18 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     )  # fmt: skip
     # Their memory serves the gradients.
     del states, dstates, values, dvalues
-    dq, dk, df = (torch.empty_like(x) for x in (q, k, f))
-    dsums = torch.empty_like(work.sums)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dlater, dearlier = torch.empty_like(work.sums), call.empty(q, H, M, K, dtype=dscores.dtype)
     key_gradients_kernel[(N * H * 2,)](
         q, k, work.sums, work.q_in, work.k_in, work.k_out, dscores, beta, call.chunks,
         do_scale, s_scale, ds_scale, c_scale, dc_scale, work.q_rstds, work.k_rstds, own_scores, q_dots, k_dots,
-        dq, dk, dsums, M, H, K, min(K, KEY_CHANNELS), call.NV, NARROW=call.narrow, EXACT=call.exact, **KEYS,
+        dq, dk, dlater, dearlier, M, H, K, min(K, KEY_CHANNELS), call.NV, NARROW=call.narrow, EXACT=call.exact, **KEYS,
     )  # fmt: skip
-    BK = min(K, GATE_CHANNELS)
+    del work, dscores
+    df, BK = torch.empty_like(f), min(K, GATE_CHANNELS)
     ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H, K // BK)
     gate_gradients_kernel[(N * H * K // BK,)](
-        f, A_log, dt_bias, call.chunks, dsums, dtotal, df, ddt_bias, dA_log, call.lower_bound,
+        f, A_log, dt_bias, call.chunks, dlater, dearlier, dtotal, df, ddt_bias, dA_log, call.lower_bound,
         M, H, K, BK, BOUNDED=call.bounded, **GATE,
     )  # fmt: skip
     return dq, dk, dv, df, dbeta, dA_log.sum((0, 2)).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)

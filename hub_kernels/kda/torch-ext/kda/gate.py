@@ -82,13 +82,23 @@ def gate_kernel(
         write_rows(sums, b_c, i_t + i_c, i_h, length - i_c, M, K, i_k, BC, BK)
 
 
+@triton.jit
+def _shifted(p, i_t, i_c, i_h, length, M, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """[BC, BK]: of each token from i_c of a chunk on, the row of the token before it; zeros for the first."""
+    o_r = i_c - 1 + tl.arange(0, BC)[:, None]
+    p_row = p + (tl.cast(i_h, tl.int64) * M + i_t) * K + i_k
+    m_r = (o_r >= 0) & (o_r < length)
+    return tl.load(p_row + o_r * K + tl.arange(0, BK)[None, :], mask=m_r, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["M"])
 def gate_gradients_kernel(
     f,
     A_log,
     dt_bias,
     chunks,
-    dsums,
+    dlater,
+    dearlier,
     dtotal,
     df,
     ddt_bias,
@@ -102,24 +112,29 @@ def gate_gradients_kernel(
 ):
     """df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H, K / BK].
 
-    dsums: gradients of the sums of the natural log decay from the chunk's start up to each token; dtotal [N, H, K]:
-    of the sum over the chunk.
+    What depends on the decay of several tokens has one gradient for all of them: `dlater` is, token by token, what
+    depends on the decay of the chunk up to that token, `dearlier` on that of all tokens behind it, and `dtotal`
+    [N, H, K] on that of the whole chunk. Sums of their own, from both ends, are of what is large only where the result
+    is: taking one from a total would leave the digits that cancel.
     """
     i_k = tl.program_id(0) % (K // BK) * BK
     i_nh = (tl.program_id(0) // (K // BK)).to(tl.int64)
     i_h = i_nh % H
     i_t, length = chunk_of(chunks, i_nh // H)
     rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    # What reaches a half's first token.
     b_later = tl.load(dtotal + i_nh * K + i_k + tl.arange(0, BK))
     b_bias = tl.zeros([BK], tl.float32)
     b_A = tl.zeros([BK], tl.float32)
     for i in tl.static_range(BT // BC):
         i_c = BT - BC * (i + 1)
         left = length - i_c
-        b_d = read_rows(dsums, i_t + i_c, i_h, left, M, K, i_k, BC, BK)
+        b_d = read_rows(dlater, i_t + i_c, i_h, left, M, K, i_k, BC, BK)
+        dg = tl.cumsum(b_d, 0, reverse=True) + b_later[None, :]
         b_later += tl.sum(b_d, 0)
-        dg = tl.where((tl.arange(0, BC) < left)[:, None], b_later[None, :] - tl.cumsum(b_d, 0) + b_d, 0.0)
+        dg += tl.cumsum(_shifted(dearlier, i_t, i_c, i_h, length, M, K, i_k, BK), 0)
+        if i_c > 0:
+            dg += tl.sum(_shifted(dearlier, i_t, 0, i_h, length, M, K, i_k, BK), 0)[None, :]
+        dg = tl.where((tl.arange(0, BC) < left)[:, None], dg, 0.0)
         b_z = _inputs(f, dt_bias, i_t + i_c, i_h, left, H, K, i_k, BK)
         dz, dA = decay_gradient(dg, b_z, rate, lower_bound, BOUNDED)
         store_rows(df, dz, i_t + i_c, i_h, left, H, K, i_k, BC, BK)

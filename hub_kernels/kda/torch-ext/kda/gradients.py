@@ -8,7 +8,7 @@ With S the state at a chunk's start, c = u - w S its corrected values, dS and dc
 exp(G) S) and T = (1 + a)^-1, so that c = T y:
 
     dy = T^T dc,   da = -dy c^T,   dv = beta dy,   d(k exp(G)) = -beta dy S^T,   d attend = do c^T,
-    d q_in = do S^T,   d k_out = c dS^T,   d(sum of the log decay) = sum_v S dS exp(G_end) + sum_t k_out d k_out
+    d q_in = do S^T,   d k_out = c dS^T,   d(log decay of the chunk) = sum_v S dS exp(G_end)
 
 Legend: M tokens, N chunks of BT tokens in halves of BC, H heads, K key width, V value width, T tokens of a chunk.
 """
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .prepare import half_totals
 from .scores import (
+    INTERPRETED,
     LIFT,
     column_gradients,
     exp2,
@@ -44,19 +45,19 @@ from .tiles import (
 )
 
 # Operands are at most 16 and have 128 terms: products are at most 2^15. dy, of 64 terms, is at most 2^10, and its
-# products 2^21. What is stored in fp16 is brought below 2^15; gradients of scores, which meet factors of up to 2^115,
-# below 1.
+# products 2^21, which is brought into fp16. Gradients of scores meet factors of up to 2^115 and down to 2^-115: what is
+# usual in them is to be near 1, and what is possible with fast decays below 2^11.
 DY_SHIFT = tl.constexpr(2.0**-6)
-SCORE_SHIFT = tl.constexpr(2.0**-21)
+SCORE_SHIFT = tl.constexpr(2.0**-6)
 
 
 @triton.jit
-def _score(x_TT, EXACT: tl.constexpr):
-    """x, rounded to the 8 bits of bf16 unless exact (Triton's interpreter would cut the others off)."""
-    if EXACT:
-        return x_TT
+def in_bf16(x, EXACT: tl.constexpr):
+    """x, to be stored in bf16 unless exact: Triton's interpreter would cut bits off instead of rounding."""
+    if EXACT or not INTERPRETED:
+        return x
     else:
-        return rounded(x_TT, 16)
+        return rounded(x, 16)
 
 
 @triton.jit
@@ -140,10 +141,9 @@ def value_gradients_kernel(
     b_ds = tl.load(dstates + o_vk) * ds_ratio[:, None]
     dtotal_K = tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), 0) * (s_s * ds_s) * tl.load(decay + i_nh * K + o_k)
     b_c = read_tile(values, i_t, i_h, length, M, V, 0, BT, V) * c_ratio[None, :]
-    b_dx = product(b_c, b_ds, EXACT).to(b_c.dtype)
-    b_dot = b_dx.to(tl.float32) * read_rows(k_out, i_t, i_h, length, M, K, 0, BT, K)
-    tl.store(dtotal + i_nh * K + o_k, dtotal_K + tl.sum(b_dot, 0) * (c_s * ds_s / LIFT))
-    k_dot = tl.sum(b_dot, 1) * (c_s * ds_s / LIFT)
+    tl.store(dtotal + i_nh * K + o_k, dtotal_K)
+    b_dx = product(b_c, b_ds, EXACT)
+    k_dot = tl.sum(b_dx * read_rows(k_out, i_t, i_h, length, M, K, 0, BT, K), 1) * (c_s * ds_s / LIFT)
     _replace(k_out, b_dx, i_t, i_h, length, M, K)
 
     b_do = (load_rows(do, i_t, i_h, length, H, V, 0, BT, V) * (1.0 / do_s)).to(b_c.dtype)
@@ -158,7 +158,7 @@ def value_gradients_kernel(
     # One scale for both kinds of scores.
     larger = tl.maximum(do_s, dc_s)
     b_dqk = tl.where(same, 0.0, b_da) * (SCORE_SHIFT * do_s / larger)
-    write_rows(dscores, _score(b_dqk, EXACT), i_t, i_h, length, M, BT, 0, BT, BT)
+    write_rows(dscores, in_bf16(b_dqk, EXACT), i_t, i_h, length, M, BT, 0, BT, BT)
     b_da *= read_rows(attend, i_t, i_h, length, M, BT, 0, BT, BT)
     write_scalars(q_dots, q_dot + tl.sum(b_da, 1) * (do_s * c_s), i_t, i_h, length, M, BT)
     k_dot += tl.sum(b_da, 0) * (do_s * c_s)
@@ -177,7 +177,7 @@ def value_gradients_kernel(
     b_dy = b_dy.to(b_c.dtype)
     write_rows(dk_in, product(b_dy, b_s, EXACT) * DY_SHIFT, i_t, i_h, length, M, K, 0, BT, K)
     b_da = tl.where(o_t[:, None] > o_t[None, :], product(b_dy, tl.trans(b_c), EXACT), 0.0)
-    b_dkk = _score(b_da * (-SCORE_SHIFT * dc_s / larger), EXACT)
+    b_dkk = in_bf16(b_da * (-SCORE_SHIFT * dc_s / larger), EXACT)
     write_rows(dscores + span, b_dkk, i_t, i_h, length, M, BT, 0, BT, BT)
     b_da *= read_rows(keys, i_t, i_h, length, M, BT, 0, BT, BT)
     k_dot -= tl.sum(b_da * b_beta[:, None], 0) * (dc_s * c_s)
@@ -207,7 +207,8 @@ def key_gradients_kernel(
     k_dots,
     dq,
     dk,
-    dsums,
+    dlater,
+    dearlier,
     M,
     H,
     K: tl.constexpr,
@@ -216,7 +217,7 @@ def key_gradients_kernel(
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """dq, dk, and the gradients of the sums of log decays from the chunk's start; of half a chunk per program."""
+    """Of half a chunk: dq, dk, and for `gate_gradients_kernel` the gradients of what the decays change."""
     i_c = tl.program_id(0) % 2
     i_nh = (tl.program_id(0) // 2).to(tl.int64)
     i_h = i_nh % H
@@ -260,7 +261,7 @@ def key_gradients_kernel(
         start *= exp2(before)[None, :]
         b_dq = b_dq * score_scale + start * (read_rows(dq_in, i_t, i_h, left, M, K, i_k, BC, BK) * q_scale)
         b_q = load_rows(q, i_t, i_h, left, H, K, i_k, BC, BK) * (q_rstd * SCALE)[:, None]
-        b_dsums = b_q * b_dq
+        b_dlater = b_q * b_dq
         # b_q is of length SCALE, and q_dot that q's product with its gradient.
         b_dq = (b_dq + own[:, None] * b_k) * SCALE - b_q * (q_dot * (1.0 / SCALE))[:, None]
         store_rows(dq, b_dq * q_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)
@@ -284,9 +285,8 @@ def key_gradients_kernel(
         b_dcolumn *= score_scale
         end *= exp2(after)[None, :]
         b_dwrite = read_rows(dk_out, i_t, i_h, left, M, K, i_k, BC, BK) * out_scale
-        # dtotal holds the sum of the last term over all tokens, of which nothing may be left: the same bits.
-        b_kout = (b_k * (end * LIFT)).to(dk_out.dtype.element_ty).to(tl.float32) * (1.0 / LIFT)
-        b_dsums += b_k * (b_drow - b_dcolumn) - b_kout * b_dwrite
-        write_rows(dsums, b_dsums, i_t, i_h, left, M, K, i_k, BC, BK)
-        b_dk = b_drow + b_dcolumn + end * b_dwrite + own[:, None] * b_q
+        b_dwrite *= end
+        write_rows(dlater, b_dlater + b_k * (b_drow - b_dcolumn), i_t, i_h, left, M, K, i_k, BC, BK)
+        write_rows(dearlier, in_bf16(b_k * b_dwrite, EXACT), i_t, i_h, left, M, K, i_k, BC, BK)
+        b_dk = b_drow + b_dcolumn + b_dwrite + own[:, None] * b_q
         store_rows(dk, (b_dk - b_k * k_dot[:, None]) * k_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)
