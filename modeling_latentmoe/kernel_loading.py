@@ -27,6 +27,7 @@ logger = logging.get_logger(__name__)
 # Folder in hub_kernels/ -> Hub repository. The revision is the branch of the interface that `ops.py` is written to.
 REPOSITORIES = {
     "kda": "latentmoe/kda",
+    "latent_moe": "latentmoe/latent-moe",
     "residual": "latentmoe/residual",
     "linear_cross_entropy": "latentmoe/linear-cross-entropy",
 }

@@ -32,6 +32,8 @@ KDA_KERNEL_WIDTHS = ((128, 128), (64, 64))
 CONV_KERNEL_WIDTHS = range(2, 9)
 # The longest row that a norm or mixture kernel holds.
 ROW_KERNEL_WIDTH = 16384
+# What the kernels of the experts hold of a token's choices, of experts, and of the ranks of a matrix's adapters.
+EXPERT_KERNEL_SLOTS, EXPERT_KERNEL_EXPERTS, EXPERT_KERNEL_RANK = 32, 1024, 64
 # Logits held at a time by `linear_cross_entropy`.
 LOGIT_BYTES = 256 * 2**20
 # CPU matrix products round a row differently when the number of rows changes, but not (as measured, in fp32, bf16 and
@@ -475,6 +477,22 @@ def grouped_linear(x_RI: torch.Tensor, matrices: ExpertMatrices, counts: list[in
     return y_RO.to(x_RI.dtype)
 
 
+def _expert_problem(ids_TS: torch.Tensor, *stacks: ExpertMatrices) -> str | None:
+    """Why the kernels cannot compute this MLP, if so."""
+    experts, slots = len(stacks[0].weight), ids_TS.shape[1]
+    if experts > EXPERT_KERNEL_EXPERTS:
+        return f"there are {experts} experts, over {EXPERT_KERNEL_EXPERTS}"
+    if slots > EXPERT_KERNEL_SLOTS:
+        return f"tokens choose {slots} experts, over {EXPERT_KERNEL_SLOTS}"
+    for matrices in stacks:
+        if matrices.weight.requires_grad and torch.is_grad_enabled():
+            return "the expert weights are trained"
+        rank = sum(a_ErI.shape[1] for a_ErI, _, _ in matrices.adapters)
+        if rank > EXPERT_KERNEL_RANK:
+            return f"the adapters of a matrix have rank {rank} in all, over {EXPERT_KERNEL_RANK}"
+    return None
+
+
 @full_precision
 def expert_mlp(
     x_TL: torch.Tensor,
@@ -489,10 +507,27 @@ def expert_mlp(
     gate_up: [E, 2F, L], gate rows first; down: [E, L, F]; `config` names the activation. Every expert's output is
     rounded to the dtype of x; the sum over the slots S is taken in fp32 in their order, so it does not change from
     run to run. Rounding it is left to the caller: other processes may hold further terms. A slot whose id is not in
-    0 .. E - 1 chose an expert that is not held here: it adds zero, and no gradient flows to it.
+    0 .. E - 1 chose an expert that is not held here: it adds zero, and no gradient flows to it. Kernels
+    (`config.kernels`) need the ids of a token to be distinct.
     """
     tokens, slots = ids_TS.shape
     experts = gate_up.weight.shape[0]
+    problem = _expert_problem(ids_TS, gate_up, down)
+    if kernel := kernel_for("latent_moe", config.kernels, x_TL, problem=problem):
+        rows = kernel.sort_slots(ids_TS, experts)
+        situ = config.hidden_act == "situ"
+        return kernel.expert_mlp(
+            x_TL,
+            rows,
+            weights_TS,
+            gate_up,
+            down,
+            activation="situ" if situ else "silu",
+            beta=config.activation_situ_beta if situ else None,
+            linear_beta=config.activation_situ_linear_beta if situ else None,
+            # Where other processes hold experts, most slots may have no row: waiting for the number saves memory.
+            max_rows=max(1, int(rows.offset[-1])) if experts < config.num_experts else None,
+        )
     # Slots of experts that are not held here sort behind all others and are cut off.
     ids_R = torch.where((ids_TS >= 0) & (ids_TS < experts), ids_TS, experts).flatten()
     counts_E = torch.bincount(ids_R, minlength=experts + 1)[:experts]

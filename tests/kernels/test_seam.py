@@ -28,13 +28,14 @@ def documents_of(M: int, cu_seqlens: torch.Tensor | None) -> Documents:
 
 
 class Played:
-    """The three repositories with their documented signatures; `calls` are the names called."""
+    """The repositories with their documented signatures; `calls` are the names called."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.kda = SimpleNamespace(chunk_kda=self.chunk_kda, step_kda=self.step_kda, short_conv=self.short_conv)
         self.residual = SimpleNamespace(attn_residual=self.attn_residual, gated_rms_norm=self.gated_rms_norm)
         self.linear_cross_entropy = SimpleNamespace(linear_cross_entropy=self.cross_entropy)
+        self.latent_moe = SimpleNamespace(sort_slots=self.sort_slots, expert_mlp=self.expert_mlp)
 
     def chunk_kda(
         self,
@@ -86,6 +87,24 @@ class Played:
         self.calls.append("linear_cross_entropy")
         assert hidden.ndim == 2 and target.shape == hidden.shape[:1]
         return ops.linear_cross_entropy(hidden, weight, target, ignore_index)
+
+    def sort_slots(self, ids, experts, capacity_factor=None):
+        self.calls.append("sort_slots")
+        assert ids.dtype == torch.int64 and ids.ndim == 2
+        held = (ids >= 0) & (ids < experts)
+        return SimpleNamespace(ids=ids, offset=torch.tensor([0, int(held.sum())]))
+
+    def expert_mlp(
+        self, x, rows, weights, gate_up, down, *, activation="situ", beta=None, linear_beta=None, max_rows=None
+    ):
+        self.calls.append("expert_mlp" if max_rows is None else f"expert_mlp of {max_rows} rows")
+        config = SimpleNamespace(
+            kernels="torch",
+            hidden_act=activation,
+            activation_situ_beta=beta,
+            activation_situ_linear_beta=linear_beta,
+        )
+        return ops.expert_mlp(x, rows.ids, weights, gate_up, down, config)
 
 
 @pytest.fixture
@@ -194,6 +213,54 @@ def test_a_trained_head_has_no_kernel(played: Played) -> None:
     with torch.no_grad():
         model(**batch, return_logits=False)
     assert "linear_cross_entropy" in played.calls
+
+
+@pytest.mark.parametrize("act", ["situ", "silu"])
+def test_experts_run_on_kernels(act: str, played: Played) -> None:
+    arguments = experts(act)
+    want = ops.expert_mlp(*arguments, options(act, "torch"))
+    for choice in ("auto", "hub"):
+        assert torch.equal(ops.expert_mlp(*arguments, options(act, choice)), want)
+    assert played.calls == ["sort_slots", "expert_mlp"] * 2
+    # Of more experts than are held here, the others' slots have no row.
+    ops.expert_mlp(*arguments, options(act, "hub", num_experts=5))
+    assert played.calls[-1] == "expert_mlp of 7 rows"
+
+
+def experts(act: str) -> tuple:
+    """x, ids of which one is not held here, weights and float matrices of four experts with an adapter each."""
+    torch.manual_seed(0)
+    ids_TS = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 4]])
+    stacks = []
+    for shape in ((4, 16, 12), (4, 12, 8)):
+        adapter = ops.LowRank(torch.randn(4, 2, shape[2]), torch.randn(4, shape[1], 2), 0.5)
+        stacks.append(ops.ExpertMatrices(torch.randn(shape), None, (adapter,)))
+    return torch.randn(4, 12), ids_TS, torch.rand(4, 2), *stacks
+
+
+def options(act: str, kernels: str, num_experts: int = 4) -> SimpleNamespace:
+    return SimpleNamespace(
+        kernels=kernels,
+        num_experts=num_experts,
+        hidden_act=act,
+        activation_situ_beta=4.0,
+        activation_situ_linear_beta=25.0,
+    )
+
+
+def test_what_the_kernels_of_experts_cannot_do(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ids, weights, gate_up, down = experts("situ")
+    trained = gate_up._replace(weight=gate_up.weight.clone().requires_grad_())
+    limits = {"EXPERTS": "there are 4 experts", "SLOTS": "tokens choose 2 experts", "RANK": "have rank 2 in all"}
+    with pytest.raises(ValueError, match=r'kernels="hub": latent_moe: the expert weights are trained'):
+        ops.expert_mlp(x, ids, weights, trained, down, options("situ", "hub"))
+    ops.expert_mlp(x, ids, weights, trained, down, options("situ", "auto")).sum().backward()
+    assert trained.weight.grad is not None and not played.calls
+    for name, reason in limits.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, f"EXPERT_KERNEL_{name}", 1)
+            with pytest.raises(ValueError, match=reason):
+                ops.expert_mlp(x, ids, weights, gate_up, down, options("situ", "hub"))
 
 
 def test_nothing_is_computed_on_kernels_for_padding_alone(played: Played) -> None:

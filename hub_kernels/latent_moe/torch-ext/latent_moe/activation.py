@@ -1,0 +1,103 @@
+"""Gated activations and their derivatives.
+
+"silu": silu(g) u. "situ": beta tanh(g / beta) sigmoid(g) times linear_beta tanh(u / linear_beta), or times u.
+
+Sizes: R rows, F hidden width, BF >= F.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+SILU, SITU, SITU_LINEAR = 0, 1, 2
+_SILU, _SITU = tl.constexpr(SILU), tl.constexpr(SITU)
+
+
+@triton.jit
+def _tanh(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        # The quotient cancels near zero, where five terms of the series are exact to fp32.
+        e = tl.exp(-2.0 * tl.abs(x))
+        far = tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
+        s = x * x
+        near = x * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
+        return tl.where(s < 0.0625, near, far)
+
+
+@triton.jit
+def _sigmoid(x, FAST: tl.constexpr):
+    if FAST:
+        d = 1.0 + tl.exp2(x * -1.4426950408889634)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activate(g, u, beta, linear_beta, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """fp32. FAST: functions of the hardware, exact to 11 bits, for results in 16 bits."""
+    s = _sigmoid(g, FAST)
+    if ACTIVATION == _SILU:
+        return g * s * u
+    y = beta * _tanh(g * (1.0 / beta), FAST) * s
+    if ACTIVATION == _SITU:
+        return y * u
+    return y * (linear_beta * _tanh(u * (1.0 / linear_beta), FAST))
+
+
+@triton.jit
+def activate_backward(g, u, dh, beta, linear_beta, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """The activation h, and the gradients of g and u from that of h."""
+    s = _sigmoid(g, FAST)
+    if ACTIVATION == _SILU:
+        a, d_a = g * s, s + g * s * (1.0 - s)
+    else:
+        t = _tanh(g * (1.0 / beta), FAST)
+        a, d_a = beta * t * s, (1.0 - t * t) * s + beta * t * s * (1.0 - s)
+    b, d_b = u, tl.full(u.shape, 1.0, tl.float32)
+    if ACTIVATION != _SILU and ACTIVATION != _SITU:
+        t = _tanh(u * (1.0 / linear_beta), FAST)
+        b, d_b = linear_beta * t, 1.0 - t * t
+    return a * b, dh * d_a * b, dh * a * d_b
+
+
+@triton.jit(do_not_specialize=["R"])
+def activation_backward_kernel(
+    gate_up, dh, slots, weights, offsets, dgate_up, dots, h, R, beta, linear_beta,
+    E: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Of every row: dots = dh . h, the gradient of its weight w, and dgate_up from w dh; also h if asked to."""
+    i_r = tl.program_id(0).to(tl.int64)
+    if i_r >= tl.load(offsets + E):
+        return
+    b_w = tl.load(weights + tl.load(slots + i_r)).to(tl.float32)
+    b_dot = tl.zeros([BF], tl.float32)
+    for i_f in range(0, F, BF):
+        o_f = i_f + tl.arange(0, BF)
+        m_f = o_f < F
+        b_g = tl.load(gate_up + i_r * (2 * F) + o_f, mask=m_f, other=0.0).to(tl.float32)
+        b_u = tl.load(gate_up + i_r * (2 * F) + F + o_f, mask=m_f, other=0.0).to(tl.float32)
+        b_dh = tl.load(dh + i_r * F + o_f, mask=m_f, other=0.0).to(tl.float32)
+        b_h, b_dg, b_du = activate_backward(b_g, b_u, b_dh, beta, linear_beta, ACTIVATION, FAST)
+        b_dot += b_dh * b_h
+        p_d = dgate_up + i_r * (2 * F) + o_f
+        tl.store(p_d, (b_w * b_dg).to(dgate_up.dtype.element_ty), mask=m_f)
+        tl.store(p_d + F, (b_w * b_du).to(dgate_up.dtype.element_ty), mask=m_f)
+        if h is not None:
+            tl.store(h + i_r * F + o_f, b_h.to(h.dtype.element_ty), mask=m_f)
+    tl.store(dots + i_r, tl.sum(b_dot, 0))
+
+
+def activation_code(name: str, linear_beta: float | None) -> int:
+    if name == "silu":
+        return SILU
+    return SITU if linear_beta is None else SITU_LINEAR
+
+
+def fast(dtype: torch.dtype) -> bool:
+    """Whether the hardware's functions are exact enough; the interpreter has none."""
+    return dtype != torch.float32 and not triton.knobs.runtime.interpret
