@@ -106,7 +106,7 @@ def _find(name: str, choice: str) -> tuple[str | Path, ModuleType]:
         )
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         reason = "is not in the Hub cache" if choice == "auto" else f"was not fetched: {error}"
-        raise _NotFound(f"{repository} {reason}") from error
+        raise _NotFound(f"{repository}, revision {REVISION}, {reason}") from error
     return f"{repository}, revision {REVISION}", _packed(Path(folder))
 
 
@@ -121,7 +121,11 @@ def _packed(folder: Path) -> ModuleType:
         from kernels import get_local_kernel
     except ImportError as error:
         raise ImportError(f"{folder}: loading it needs `pip install kernels`") from error
-    return get_local_kernel(folder)
+    try:
+        return get_local_kernel(folder)
+    except FileNotFoundError as error:
+        built = sorted(variant.name for variant in (folder / "build").glob("*"))
+        raise ValueError(f"{folder}: no kernels for this torch and device, built are {built}: {error}") from error
 
 
 def _checkout(name: str) -> Path | None:

@@ -205,9 +205,7 @@ def kda_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`kda_step` over whole documents. Returns (o [M, H, V], final states, or None unless `keep_state`)."""
     tokens = q_MHK, k_MHK, v_MHV, z_MHK, beta_MH
-    # The chunked kernel is chosen only by name until its last version has been checked on a GPU: see its notes.md.
-    by_name = "torch" if kernels == "auto" else kernels
-    if kernel := kernel_for("kda", by_name, *tokens, problem=_kda_problem(k_MHK, v_MHV)):
+    if kernel := kernel_for("kda", kernels, *tokens, problem=_kda_problem(k_MHK, v_MHV)):
         o_1MHV, state_DHKV = kernel.chunk_kda(
             *(x.unsqueeze(0) for x in tokens),
             A_log_H,
@@ -512,8 +510,9 @@ def expert_mlp(
     """
     tokens, slots = ids_TS.shape
     experts = gate_up.weight.shape[0]
-    problem = _expert_problem(ids_TS, gate_up, down)
-    if kernel := kernel_for("latent_moe", config.kernels, x_TL, problem=problem):
+    # Chosen only by name: on a GPU one tile size with adapters gave NaN, see the kernels' notes.md.
+    by_name = "torch" if config.kernels == "auto" else config.kernels
+    if kernel := kernel_for("latent_moe", by_name, x_TL, problem=_expert_problem(ids_TS, gate_up, down)):
         rows = kernel.sort_slots(ids_TS, experts)
         situ = config.hidden_act == "situ"
         return kernel.expert_mlp(

@@ -92,4 +92,25 @@ except ValueError as error:
     print(error)
 """
     printed = fresh_process(AS_ON_CUDA + OWN_LOADER + code, env={**hub_env, "REPOSITORY": "user/absent"}, package=True)
-    assert 'kernels="hub": toy: user/absent was not fetched' in printed
+    assert 'kernels="hub": toy: user/absent, revision v1, was not fetched' in printed
+
+
+def test_another_revision_is_not_taken(
+    push: Callable, hub_env: dict[str, str], fresh_process: Callable[..., str]
+) -> None:
+    """Public report 96: without a connection only the revision that the model is written to counts, and is named."""
+    push(None, "user/pinned")
+    env = {**hub_env, "REPOSITORY": "user/pinned"}
+    fetch_main = 'kernel_loading.REVISION = "main"\nassert kernel_loading.load("toy", "hub") is not None'
+    fresh_process(AS_ON_CUDA + OWN_LOADER + fetch_main, env=env, package=True)
+    code = """
+kernel_loading.REVISION = "v2"
+assert kernel_loading.load("toy", "auto") is None
+try:
+    kernel_loading.load("toy", "hub")
+except ValueError as error:
+    print(error)
+"""
+    env["HF_HUB_OFFLINE"] = "1"
+    printed = fresh_process(AS_ON_CUDA + OWN_LOADER + code, env=env, package=True)
+    assert 'kernels="hub": toy: user/pinned, revision v2, was not fetched' in printed

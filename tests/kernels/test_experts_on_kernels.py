@@ -14,6 +14,12 @@ if kernel_loading._checkout("latent_moe") is None:
     pytest.skip("hub_kernels/ has no experts", allow_module_level=True)
 
 
+@pytest.fixture(autouse=True)
+def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name, the kernels of this checkout."""
+    monkeypatch.setattr(kernel_loading, "_LOADED", {("latent_moe", "hub"): kernel_loading.load("latent_moe", "auto")})
+
+
 @pytest.fixture(autouse=not torch.cuda.is_available())
 def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loop bounds of interpreted kernels are arrays of one element, which numpy 2.4 no longer takes for integers."""
@@ -66,8 +72,7 @@ def compare(device: str, dtype: torch.dtype, packed: bool, held: range, L: int, 
         factors += [normal(6, 2, columns) * columns**-0.5, normal(6, rows, 2)]
     exact = [t.double() for t in (x, weights)], [f.double() for f in factors]
     true = results(exact[0][0], ids, exact[0][1], stacks, exact[1], held, "torch")
-    plain, got = (results(x, ids, weights, stacks, factors, held, choice) for choice in ("torch", "auto"))
-    assert kernel_loading._LOADED["latent_moe", "auto"] is not None
+    plain, got = (results(x, ids, weights, stacks, factors, held, choice) for choice in ("torch", "hub"))
     for name in true:
         check(name, got[name].double(), plain[name].double(), true[name], dtype, 2)
 
@@ -77,7 +82,6 @@ def compare(device: str, dtype: torch.dtype, packed: bool, held: range, L: int, 
 @pytest.mark.parametrize("held", [range(6), range(2, 4)], ids=str)
 def test_in_the_interpreter(held: range, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_loading, "DEVICES", ("cpu",))
-    monkeypatch.setattr(kernel_loading, "_LOADED", {})
     compare("cpu", torch.float32, packed, held, L=32, F=32, T=7)
 
 

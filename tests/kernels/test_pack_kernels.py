@@ -100,6 +100,25 @@ for choice in ("auto", "hub"):
     fresh_process(AS_ON_CUDA + code, env=env, package=True)
 
 
+def test_a_missing_variant_is_an_error(tmp_path: Path, fresh_process: Callable[..., str]) -> None:
+    """Public report 95: what was built for other devices does not load here, in no mode, and is named."""
+    target = packed(None, tmp_path)
+    (target / "build" / "torch-cuda").rename(target / "build" / "torch-rocm")
+    code = """
+from modeling_latentmoe import kernel_loading
+kernel_loading.REPOSITORIES["toy"] = "some/name"
+for choice in ("auto", "hub"):
+    try:
+        kernel_loading.load("toy", choice)
+    except ValueError as error:
+        print(error)
+"""
+    env = {"LOCAL_KERNELS": f"some/name={target}"}
+    printed = fresh_process(AS_ON_CUDA + code, env=env, package=True)
+    assert printed.count("no kernels for this torch and device, built are ['torch-rocm']") == 2
+    assert printed.count(str(target)) >= 2
+
+
 def test_two_versions_in_one_process(tmp_path: Path, fresh_process: Callable[..., str]) -> None:
     """Each keeps its own operators; a second copy of the same one is harmless."""
     folders = {"first": write_toy(tmp_path / "first", factor=3), "second": write_toy(tmp_path / "second", factor=5)}

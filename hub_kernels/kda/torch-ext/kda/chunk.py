@@ -4,6 +4,7 @@ Legend: B batch, T tokens, M = B * T tokens of all documents in order, X documen
         V value width.
 """
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ SOLVE = {"num_warps": 2}
 SERIAL, VALUES_AT_A_TIME = {"num_warps": 8, "num_stages": 1}, 128
 VALUES = {"num_warps": 4}
 KEYS, KEY_CHANNELS = {"num_warps": 2, "num_stages": 1}, 16
+logging.getLogger(__name__).info(
+    "launch settings, fixed on all devices: gate %s, scores %s, solve %s, serial %s, values %s, keys %s",
+    GATE, SCORES, SOLVE, SERIAL, VALUES, KEYS,
+)  # fmt: skip
 # With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
 NARROWEST_BOUND = -5.0
 
