@@ -20,7 +20,7 @@ from .low_rank import factor_gradient, low_rank, precision, rank_tile
 from .mxfp4 import decode, in_contraction_order, packed_arithmetic, padded
 from .token_kernels import sum_slots, weight_gradient
 
-# Rows per expert, on average, from which packed weights are decoded into the workspace first: between two measured sizes.
+# Rows per expert, on average, from which packed weights are decoded into the workspace first: between measured sizes.
 WORKSPACE_ROWS = 600
 # Decoded weights held at a time, at least one expert's.
 WORKSPACE_BYTES = 2**30
