@@ -506,7 +506,7 @@ def expert_mlp(
     rounded to the dtype of x; the sum over the slots S is taken in fp32 in their order, so it does not change from
     run to run. Rounding it is left to the caller: other processes may hold further terms. A slot whose id is not in
     0 .. E - 1 chose an expert that is not held here: it adds zero, and no gradient flows to it. Kernels
-    (`config.kernels`) need the ids of a token to be distinct.
+    (`config.kernels`) need the ids of a token to be distinct, and make other tokens NaN.
     """
     tokens, slots = ids_TS.shape
     experts = gate_up.weight.shape[0]

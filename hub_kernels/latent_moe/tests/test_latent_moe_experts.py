@@ -321,3 +321,18 @@ def test_arguments_are_refused_by_name(device):
         for value in bad:
             with pytest.raises(ValueError, match=f"^{name}:"):
                 expert_mlp(**{**good, name: value})
+
+
+def test_an_expert_chosen_twice_is_nan(device):
+    """Not a share in the other slot's row: its token is lost, and no other."""
+    ids = torch.tensor([[2, 2], [1, 0], [0, 1]], device=device)
+    rows = sort_slots(ids, 3)
+    assert (rows.row_TS[0] >= len(rows.slot_R)).sum() == 1
+    generator = torch.Generator(device).manual_seed(0)
+    gate_up, down = (
+        ExpertMatrices(torch.randn(3, *shape, generator=generator, device=device), None, ())
+        for shape in ((32, 8), (8, 16))
+    )
+    x = torch.randn(3, 8, generator=generator, device=device)
+    out = expert_mlp(x, rows, torch.ones(3, 2, device=device), gate_up, down, **SITU)
+    assert out[0].isnan().all() and out[1:].isfinite().all()

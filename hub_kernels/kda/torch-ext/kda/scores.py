@@ -249,7 +249,8 @@ def scaled(x, largest, EXACT: tl.constexpr):
     if EXACT:
         return x, 1.0
     else:
-        above = (largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x800000
+        # At most 2^127, which is the next power of two for all but the largest numbers.
+        above = tl.minimum((largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x800000, 0x7F000000)
         scale = tl.maximum(above.to(tl.float32, bitcast=True), 2.0**-90) * (1.0 / LARGEST)
         return (x * (1.0 / scale)).to(tl.float16), scale
 

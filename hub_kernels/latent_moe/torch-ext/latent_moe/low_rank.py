@@ -98,7 +98,7 @@ def low_rank(
     BM, BK = (32, 64) if exact else (64, 128)
     low_rank_kernel[(triton.cdiv(rows, BM) + E,)](
         x, slot_R, offset, factor_ErK, low_Rr, rows, factor_ErK.stride(0), E, slots, K, P, RANK, ordered,
-        precision(x.dtype), BM, BK, triton.next_power_of_2(E), rank_tile(RANK), num_warps=4, num_stages=3,
+        precision(x.dtype), BM, BK, triton.next_power_of_2(E), rank_tile(RANK), num_warps=4, num_stages=1,
     )  # fmt: skip
     return low_Rr
 
@@ -121,6 +121,6 @@ def factor_gradient(
     BM, BK = (32, 64) if exact else (64, 128)
     factor_gradient_kernel[(E, triton.cdiv(K, BK))](
         low_Rr, x, slot_R, weights_TS, offset, dfactor_ErK, scaling, slots, K, RANK, gather, precision(x.dtype),
-        BM, BK, rank_tile(RANK), num_warps=4, num_stages=3,
+        BM, BK, rank_tile(RANK), num_warps=4, num_stages=1,
     )  # fmt: skip
     return dfactor_ErK

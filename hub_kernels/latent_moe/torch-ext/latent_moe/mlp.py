@@ -28,10 +28,8 @@ WORKSPACE_BYTES = 2**30
 # products were faster in the latter.
 SMALL_TILE_ROWS = 96
 
-# Two programs share an SM, so that one multiplies while the other one is at its ends.
 _PACKED = {
     "gate_up": {"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 3},
-    # With 128 rows and 64 columns, and adapters, it gave NaN on an H200: see notes.md.
     "forward": {"BM": 64, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
     "backward": {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3},
 }

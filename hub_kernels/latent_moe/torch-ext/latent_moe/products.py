@@ -57,6 +57,20 @@ def row_offsets(rows, slots, i_m, end, S: tl.constexpr, P: tl.constexpr, BM: tl.
 
 
 @triton.jit
+def after_products(b_w, PTX: tl.constexpr):
+    """b_w, once all products under way are done.
+
+    A product reads its left operand from registers while the program goes on. Three of them may still be under way when
+    the next words are decoded, and the compiler gives those the same registers: seen as NaN on an H200.
+    """
+    if PTX:
+        b_w = tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;", "=r,r", [b_w], dtype=tl.uint32, is_pure=False, pack=1
+        )
+    return b_w
+
+
+@triton.jit
 def forward_product(
     p_x, weight, scale, i_e, o_n, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
@@ -85,7 +99,8 @@ def forward_product(
                 b_x = tl.load(p_x + i_k * BK, mask=(i_k * BK + o_k < P)[None, :], other=0.0)
                 b_w = tl.load(p_w + i_k * (BK // 8), mask=m_g, other=0)
                 b_s = tl.load(p_s + i_k * (BK // 32), mask=m_g, other=0)
-            b_v = decode_words(b_w.to(tl.uint32, bitcast=True), factors(b_s, b_s, PTX), dtype, PTX)
+            b_w = after_products(b_w.to(tl.uint32, bitcast=True), PTX)
+            b_v = decode_words(b_w, factors(b_s, b_s, PTX), dtype, PTX)
             # A word is [j, u] of its span, its nibbles are [c, i0, i1].
             b_v = tl.reshape(b_v, [BN, BK // 64, 4, 2, 2, 2, 2])
             b_v = tl.reshape(tl.permute(b_v, (0, 1, 3, 6, 5, 2, 4)), [BN, BK])
@@ -137,7 +152,8 @@ def backward_product(
                 b_0, b_1 = tl.load(p_wk, mask=m_0, other=0), tl.load(p_wk + K // 4, mask=m_1, other=0)
                 b_s0, b_s1 = tl.load(p_sk, mask=m_0, other=0), tl.load(p_sk + K // 32, mask=m_1, other=0)
             b_0, b_1 = b_0.to(tl.uint16, bitcast=True).to(tl.uint32), b_1.to(tl.uint16, bitcast=True).to(tl.uint32)
-            b_v = decode_words(b_0 | (b_1 << 16), factors(b_s0, b_s1, PTX), dtype, PTX)
+            b_w = after_products(b_0 | (b_1 << 16), PTX)
+            b_v = decode_words(b_w, factors(b_s0, b_s1, PTX), dtype, PTX)
             # [r, w, q, c, i0, i1] -> [i1, w, i0, q, r, c]
             b_v = tl.reshape(tl.permute(b_v, (5, 1, 4, 2, 0, 3)), [BN, BK])
             acc = tl.dot(b_v, tl.trans(b_x), acc, input_precision=PRECISION)

@@ -119,8 +119,13 @@ def place_kernel(
     b_rank = tl.load(before + i_n * E + b_e, mask=m_e, other=0) + _ones(b_word & b_below)
     m_k = m_e & (b_rank < limit)
     b_row = tl.gather(b_end - b_kept, b_e, 0) + b_rank
-    tl.store(row_of_slot + o_r, tl.where(m_k, b_row, -1), mask=m_r)
     tl.store(slot_of_row + b_row, o_r.to(tl.int32), mask=m_k)
+    # An expert that a token chose twice has one row for it: the slot that lost it gets one that does not exist, and
+    # with it NaN, instead of a share in the other's.
+    tl.debug_barrier()
+    b_lost = tl.load(slot_of_row + b_row, mask=m_k, other=0) != o_r
+    b_row = tl.where(b_lost, T * S, b_row)
+    tl.store(row_of_slot + o_r, tl.where(m_k, b_row, -1), mask=m_r)
     tl.store(slot_of_row + o_r, -1, mask=m_r & (o_r >= rows))
 
 
@@ -213,8 +218,8 @@ def check_capacity(capacity_factor: float | None) -> None:
 def sort_slots(ids_TS: torch.Tensor, experts: int, capacity_factor: float | None = None) -> Rows:
     """Sort slots by expert, see `Rows`; stable, and without waiting for the device.
 
-    ids_TS: int32 or int64, the experts of a token distinct; ids outside of 0 to experts - 1 have no row. experts: 1 to
-    1024. With a capacity factor, an expert has at most ceil(factor * slots with an expert / experts) rows, of the first
+    ids_TS: int32 or int64, the experts of a token distinct: of one that is there twice a slot gets a row that does not
+    exist, and `expert_mlp` makes such a token NaN. Ids outside of 0 to experts - 1 have no row. experts: 1 to 1024. With a capacity factor, an expert has at most ceil(factor * slots with an expert / experts) rows, of the first
     tokens that chose it, and the others are counted. Raises ValueError naming the argument.
     """
     if ids_TS.dim() != 2 or ids_TS.dtype not in (torch.int32, torch.int64):
