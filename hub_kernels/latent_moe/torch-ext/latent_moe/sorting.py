@@ -219,7 +219,8 @@ def sort_slots(ids_TS: torch.Tensor, experts: int, capacity_factor: float | None
     """Sort slots by expert, see `Rows`; stable, and without waiting for the device.
 
     ids_TS: int32 or int64, the experts of a token distinct: of one that is there twice a slot gets a row that does not
-    exist, and `expert_mlp` makes such a token NaN. Ids outside of 0 to experts - 1 have no row. experts: 1 to 1024. With a capacity factor, an expert has at most ceil(factor * slots with an expert / experts) rows, of the first
+    exist, and `expert_mlp` makes such a token NaN. Ids outside of 0 to experts - 1 have no row. experts: 1 to 1024.
+    With a capacity factor, an expert has at most ceil(factor * slots with an expert / experts) rows, of the first
     tokens that chose it, and the others are counted. Raises ValueError naming the argument.
     """
     if ids_TS.dim() != 2 or ids_TS.dtype not in (torch.int32, torch.int64):
