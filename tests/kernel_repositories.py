@@ -14,6 +14,15 @@ EVERY = pytest.mark.parametrize(
     [pytest.param(None, id="toy"), *(pytest.param(folder, id=folder.name, marks=NEEDS_TRITON) for folder in REAL)],
 )
 
+# The same where the toy shows all there is to see and the others take a while.
+TOY_FIRST = pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(None, id="toy"),
+        *(pytest.param(folder, id=folder.name, marks=[NEEDS_TRITON, pytest.mark.slow]) for folder in REAL),
+    ],
+)
+
 # Where `kernels` looks for a variant depends on the torch build alone; packages of Triton code run anywhere in its
 # interpreter.
 AS_ON_CUDA = """

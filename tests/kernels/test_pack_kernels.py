@@ -75,7 +75,7 @@ def test_local_folders_load(folder: Path | None, tmp_path: Path, fresh_process: 
     assert printed.split()[-1] == described["id"]
 
 
-@kernel_repositories.EVERY
+@kernel_repositories.TOY_FIRST
 def test_local_kernels_redirects_to_the_folder(
     folder: Path | None, tmp_path: Path, fresh_process: Callable[..., str]
 ) -> None:

@@ -250,7 +250,10 @@ def test_loss_that_is_not_finite_keeps_the_last_good_adapter(
     assert not all(torch.equal(a, b) for a, b in zip(factors, kept[1], strict=True))
 
 
-@pytest.mark.parametrize("file", ["state.pt", "trained/__0_0.distcp", "trained/.metadata"])
+@pytest.mark.parametrize(
+    "file",
+    ["state.pt", *(pytest.param(f"trained/{name}", marks=pytest.mark.slow) for name in ("__0_0.distcp", ".metadata"))],
+)
 def test_resume_from_a_damaged_checkpoint_or_a_bad_one(
     file: str, failing: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,13 @@ def run(model: LatentMoEForConditionalGeneration) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("plain", "bfloat16"), ("plain", "float32"), ("auto", "bfloat16"), ("dequantize", "bfloat16")]
+    ("mode", "dtype"),
+    [
+        ("plain", "bfloat16"),
+        pytest.param("plain", "float32", marks=pytest.mark.slow),
+        pytest.param("auto", "bfloat16", marks=pytest.mark.slow),
+        ("dequantize", "bfloat16"),
+    ],
 )
 def test_peak_memory_is_the_model_and_two_shards(fresh_process, tiny: Path, large: Path, mode: str, dtype: str) -> None:
     environment = {"TINY": str(tiny), "MODEL": str(large), "MODE": mode, "DTYPE": dtype}
