@@ -317,6 +317,8 @@ def test_arguments_are_refused_by_name(device):
         ],
         "activation": ["relu"],
         "max_rows": [0],
+        "beta": [0.0, -1.0],
+        "linear_beta": [0.0],
     }.items():
         for value in bad:
             with pytest.raises(ValueError, match=f"^{name}:"):

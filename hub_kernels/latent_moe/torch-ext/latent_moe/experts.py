@@ -176,7 +176,9 @@ def _check_matrices(name: str, matrices: ExpertMatrices, experts: int | None, ro
     return E, N, K
 
 
-def _check(x_TL, rows: Rows, weights_TS, gate_up, down, activation: str, max_rows: int | None) -> None:
+def _check(
+    x_TL, rows: Rows, weights_TS, gate_up, down, activation: str, beta, linear_beta, max_rows: int | None
+) -> None:
     if x_TL.dim() != 2 or x_TL.dtype not in (*DTYPES, torch.float64):
         raise ValueError(f"x_TL: expected float [tokens, width], got {x_TL.dtype} {list(x_TL.shape)}")
     if weights_TS.shape != rows.row_TS.shape or len(weights_TS) != len(x_TL) or not weights_TS.is_floating_point():
@@ -190,6 +192,9 @@ def _check(x_TL, rows: Rows, weights_TS, gate_up, down, activation: str, max_row
     _check_matrices("down", down, E, x_TL.shape[1], N // 2)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: {activation!r}, expected one of {', '.join(map(repr, ACTIVATIONS))}")
+    for name, bound in {"beta": beta, "linear_beta": linear_beta}.items():
+        if bound is not None and not bound > 0:
+            raise ValueError(f"{name}: {bound} should be above 0")
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows: {max_rows}, expected at least 1")
 
@@ -237,7 +242,7 @@ def expert_mlp(
 
     ValueError names an argument of the wrong shape, dtype or layout.
     """
-    _check(x_TL, rows, weights_TS, gate_up, down, activation, max_rows)
+    _check(x_TL, rows, weights_TS, gate_up, down, activation, beta, linear_beta, max_rows)
     if x_TL.dtype == torch.float64:
         return expert_mlp_reference(
             x_TL, rows, weights_TS, gate_up, down, activation=activation, beta=beta, linear_beta=linear_beta

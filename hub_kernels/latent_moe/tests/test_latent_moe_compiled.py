@@ -1,0 +1,59 @@
+"""What the compiler makes of the products for Hopper; no GPU is needed for that."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# In a process of its own: in this one Triton may be interpreting.
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from latent_moe import expert_kernels, mlp
+
+name = sys.argv[1]
+kernel = getattr(expert_kernels, f"{name}_kernel")
+tiles = dict(mlp._PACKED[name])
+L, F, E = 3584, 3072, 56
+sizes = {
+    "gate_up": dict(S=16, L=L, LP=L, F=F, FP=F, ACTIVATION=0, FAST=True, ORDERED=True),
+    "forward": dict(N=L, K=F, P=F),
+    "backward": dict(S=16, N=L, K=F),
+}[name]
+options = {key: tiles.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in tiles}
+constants = dict(E=E, BE=64, RANK=2, BR=16, PACKED=True, PTX=True, PRECISION="tf32", LOW_PRECISION="tf32")
+constants |= sizes | tiles
+words = "*i16" if name == "backward" else "*i32"
+types = dict(
+    weight=words, scale="*u8", slots="*i32", offsets="*i32", low="*fp32", factor="*fp32", R="i32", stride="i32",
+    scaling="fp32", beta="fp32", linear_beta="fp32",
+)
+signature = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in kernel.arg_names}
+aligned = {
+    (i,): [["tt.divisibility", 16]] for i, n in enumerate(signature) if signature[n].startswith("*") or n == "stride"
+}
+source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize("name", ["gate_up", "forward", "backward"])
+def test_products_end_before_their_registers_are_used_again(name):
+    """Public report triton-lang/triton#9433: the words of the next tile came into registers that a product still read.
+
+    So every turn of the loop waits for all products before it decodes.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "torch-ext")
+    run = subprocess.run([sys.executable, "-c", COMPILE, name], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    before, product, _ = run.stdout.partition("wgmma.mma_async")
+    assert product
+    turn = re.split(r"^\$L__BB\d+_\d+:", before, flags=re.MULTILINE)[-1]
+    # Four bits are moved into a bfloat16's places: the decoding.
+    waits, decoding = turn.find("wgmma.wait_group.sync.aligned 0;"), turn.find("0x80008000")
+    assert -1 < waits < decoding
