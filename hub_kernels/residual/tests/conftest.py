@@ -13,6 +13,11 @@ if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch-ext"))
 
+import residual  # noqa: E402
+
+# The model's loader finds this copy: torch destroys the operators of a first copy when a second one defines them.
+sys.modules.setdefault("latentmoe_residual_source", residual)
+
 
 @pytest.fixture
 def device() -> str:
