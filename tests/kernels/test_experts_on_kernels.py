@@ -20,20 +20,6 @@ def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_loading, "_LOADED", {("latent_moe", "hub"): kernel_loading.load("latent_moe", "auto")})
 
 
-@pytest.fixture(autouse=not torch.cuda.is_available())
-def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loop bounds of interpreted kernels are arrays of one element, which numpy 2.4 no longer takes for integers."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 def results(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, stacks: list, factors: list, held: range, kernels: str
 ) -> dict[str, torch.Tensor]:
