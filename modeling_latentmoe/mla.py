@@ -16,7 +16,7 @@ from .cache import LayerCache
 from .configuration_latentmoe import LatentMoETextConfig
 from .documents import Documents
 from .layers import RMSNorm
-from .ops import attention, index_scores, index_topk, selection_mask
+from .ops import attention, causal_attention, index_scores, index_topk, selection_mask
 
 # The released model builds these two norms without passing rms_norm_eps, so their class default holds.
 LATENT_NORM_EPS = 1e-6
@@ -105,13 +105,17 @@ class GatedLatentAttention(nn.Module):
             latent_BSL = cache.append("latent", latent_BSL)
         k_BNSH, v_BNSH = self._expand(latent_BSL)
 
-        mask_BTS, index = documents.attention_mask_BTS, None
+        index = None
         if self.indexer_type != "none":
             index = self._select(x_BTD.detach(), c_BTQ.detach(), documents, cache, shared_index)
+        fused = self.config._attn_implementation == "sdpa"
+        if index is None and cache is None and fused:
+            out_BNTH = causal_attention(q_BNTH, k_BNSH, v_BNSH, documents, self.scale)
+        else:
+            mask_BTS = documents.attention_mask_BTS
             if index is not None:
                 mask_BTS = selection_mask(index, mask_BTS)
-        fused = self.config._attn_implementation == "sdpa"
-        out_BNTH = attention(q_BNTH, k_BNSH, v_BNSH, mask_BTS, self.scale, fused)
+            out_BNTH = attention(q_BNTH, k_BNSH, v_BNSH, mask_BTS, self.scale, fused)
         out = out_BNTH.transpose(1, 2).flatten(2)
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(x_BTD))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from .documents import Documents
@@ -36,6 +37,14 @@ ROW_KERNEL_WIDTH = 16384
 EXPERT_KERNEL_SLOTS, EXPERT_KERNEL_EXPERTS, EXPERT_KERNEL_RANK = 32, 1024, 64
 # Logits held at a time by `linear_cross_entropy`.
 LOGIT_BYTES = 256 * 2**20
+# Torch's kernels of attention, the one to take first in front, and what documents' lengths are padded to a multiple of.
+SDPA_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+PLANNED_LENGTH = 256
 # CPU matrix products round a row differently when the number of rows changes, but not (as measured, in fp32, bf16 and
 # fp64) among multiples of this: a token's result does not depend on how many other tokens its expert got.
 ROW_TILE = 16
@@ -351,6 +360,30 @@ def attention(
     return torch.softmax(_wide(score), dim=-1).to(q_BNTK.dtype) @ v_BNSV
 
 
+def causal_attention(
+    q_BNTK: torch.Tensor, k_BNTK: torch.Tensor, v_BNTV: torch.Tensor, documents: Documents, scale: float
+) -> torch.Tensor:
+    """`attention` of tokens to the earlier ones of their document, [B, N, T, V], by torch's fused kernels and without
+    a mask, which would rule out the fast ones. Zeros at padding."""
+    if not documents.packed and documents.valid_BT is None:
+        return _fused_causal(q_BNTK, k_BNTK, v_BNTV, scale)
+    lengths = documents.length_D.tolist()
+    parts = [documents.pack(x.transpose(1, 2)).transpose(0, 1).split(lengths, dim=1) for x in (q_BNTK, k_BNTK, v_BNTV)]
+    outputs_NtV = []
+    for length, *qkv_NtK in zip(lengths, *parts, strict=True):
+        # A kernel is planned for every length; no real token looks at zeros behind the end.
+        padded = F.pad(torch.cat(qkv_NtK, dim=-1), (0, 0, 0, -length % PLANNED_LENGTH))
+        q, k, v = padded.unsqueeze(0).split([x.shape[-1] for x in qkv_NtK], dim=-1)
+        outputs_NtV.append(_fused_causal(q, k, v, scale)[0, :, :length])
+    return documents.unpack(torch.cat(outputs_NtV, dim=1).transpose(0, 1)).transpose(1, 2)
+
+
+def _fused_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    # torch's own order tries cuDNN late, which is the fastest by far where keys are wider than values
+    with sdpa_kernel(SDPA_ORDER, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
 def route(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor,
@@ -510,9 +543,7 @@ def expert_mlp(
     """
     tokens, slots = ids_TS.shape
     experts = gate_up.weight.shape[0]
-    # Chosen only by name: on a GPU one tile size with adapters gave NaN, see the kernels' notes.md.
-    by_name = "torch" if config.kernels == "auto" else config.kernels
-    if kernel := kernel_for("latent_moe", by_name, x_TL, problem=_expert_problem(ids_TS, gate_up, down)):
+    if kernel := kernel_for("latent_moe", config.kernels, x_TL, problem=_expert_problem(ids_TS, gate_up, down)):
         rows = kernel.sort_slots(ids_TS, experts)
         situ = config.hidden_act == "situ"
         return kernel.expert_mlp(

@@ -1,0 +1,287 @@
+"""Time and memory of a LoRA step through the released model's first layers on one GPU, and what takes the time.
+
+    python scripts/bench_step.py                             # 112 experts (one rank of EP8), 8192 and 32768 tokens
+    python scripts/bench_step.py --experts 896 --tokens 8192 # all experts, and what 93 layers would take
+    python scripts/bench_step.py --draw                      # results/step.png, of all recorded steps, without a GPU
+
+Layers 0-3 are KDA with a dense feed-forward, two of KDA with experts and one of MLA with experts, at full width, with
+random weights: routed experts in MXFP4, everything else in bf16, adapters of rank 16 and of rank 2 on every routed
+expert. A step goes from layer inputs to the last norm and back to the inputs and adapters: no embedding, head,
+optimizer or communication. First the kernels' results are compared with torch's. Where NeMo AutoModel is installed, its
+layers run in the same process, bf16, without adapters, with the fastest of its options.
+
+Results, with the device time by what it is spent on, go to results/h200.json.
+"""
+
+import importlib
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling_latentmoe import kernel_loading
+from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
+from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
+from modeling_latentmoe.training.commands import Parser, run_command
+from modeling_latentmoe.training.flops import forward_flops_per_token
+from modeling_latentmoe.training.loading import checkpoint_activations
+from modeling_latentmoe.training.lora import add_adapter
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "hub_kernels"))
+measure = importlib.import_module("measure")
+
+GIB, PEAK_FLOPS, REPEATS = 2**30, 989e12, 4
+LAYERS, ALL_EXPERTS = 4, 896
+STEP = "K3 slice, LoRA step"
+# Layers of the released model like layer 0, like layers 1 and 2, like layer 3.
+RELEASED = {"KDA, dense": 1, "KDA, experts": 68, "MLA, experts": 24}
+# Kernels by a part of their name, the first match counts; those of hub_kernels/ are found by their sources.
+LIBRARIES = {"attention": ("fmha", "flash", "sdpa"), "dense products": ("gemm", "nvjet", "cutlass", "xmma", "cublas")}
+
+
+def build(experts: int) -> nn.Module:
+    """Text model of LAYERS layers on the GPU with random weights, PEFT adapters around it."""
+    released = LatentMoEConfig.kimi_k3().to_dict()
+    text, kinds = released["text_config"], released["text_config"]["linear_attn_config"]
+    for kind in ("kda_layers", "full_attn_layers"):
+        kinds[kind] = [n for n in kinds[kind] if n <= LAYERS]
+    text |= {"num_hidden_layers": LAYERS, "num_experts": experts, "vocab_size": 1024, "layer_types": None}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    text |= {"indexer_types": None, **ids}
+    config = LatentMoEConfig.from_dict(released | {"vision_config": None, "media_placeholder_token_id": 3, **ids})
+    with torch.device("meta"):
+        model = LatentMoEForConditionalGeneration(config).to(torch.bfloat16)
+    model.to_empty(device="cuda")
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.uint8:
+            parameter.random_(0x78, 0x7B) if name.endswith("_scale") else parameter.random_(0, 256)
+        else:
+            nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.02)
+    model = add_adapter(model, r=16, lora_alpha=32, expert_rank=2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.01)
+    return model.train()
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    return model.get_base_model().language_model.model
+
+
+def step_of(model: nn.Module, tokens: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Forward and backward: (last hidden states, gradient of the inputs, gradients of the adapters)."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    x = torch.randn(1, tokens, text_model(model).config.hidden_size, **shape).requires_grad_()
+    gradient = torch.randn(x.shape, **shape)
+    leaves = [x, *(p for name, p in text_model(model).named_parameters() if p.requires_grad)]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = text_model(model)(inputs_embeds=x, use_cache=False).last_hidden_state
+        return y, *torch.autograd.grad(y, leaves, gradient)
+
+    return step
+
+
+def verify(model: nn.Module, tokens: int = 512) -> None:
+    """FloatingPointError unless kernels and torch agree as far as two computations in bf16 can."""
+    results = {}
+    for choice in ("torch", "auto"):
+        text_model(model).config.kernels = choice
+        y, dx, *adapters = step_of(model, tokens)()
+        results[choice] = y, dx, torch.cat([g.float().flatten() for g in adapters])
+        silent = sum(not g.any() for g in adapters)
+        if silent:
+            raise FloatingPointError(f"kernels={choice!r}: {silent} of {len(adapters)} adapter gradients are zero")
+    for name, ours, plain in zip(("output", "dx", "adapters"), results["auto"], results["torch"], strict=True):
+        error = measure.relative_error(ours, plain)
+        print(f"kernels against torch, T={tokens}: {name} differs by {error:.1e}", flush=True)
+        if error > 0.1:
+            raise FloatingPointError(f"{name}: kernels and torch differ by {error:.2g}")
+
+
+@contextmanager
+def first(model: nn.Module, layers: int) -> Iterator[None]:
+    """Only the first `layers` layers run."""
+    inner, whole = text_model(model), text_model(model).layers
+    inner.layers = whole[:layers]
+    yield
+    inner.layers = whole
+
+
+def measured(name: str, step: Callable[[], Any], tokens: int) -> tuple[list[float], float]:
+    """Samples in ms, and all memory at the peak in GiB: weights count."""
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    samples = measure.samples_ms({"step": step}, repeats=REPEATS, warmup=0)["step"]
+    ms, peak = statistics.median(samples), torch.cuda.max_memory_allocated() / GIB
+    print(f"{name}: {ms:.1f} ms, {tokens / ms * 1e3:,.0f} tokens/s, {peak:.1f} GiB", flush=True)
+    return samples, peak
+
+
+def nemo_step(experts: int, tokens: int, recompute: bool) -> Callable[[], Any]:
+    """The same layers of NeMo AutoModel 0.7, frozen, with the fastest of its options. ImportError without it."""
+    from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.kimi_k3.config import KimiK3TextConfig
+    from nemo_automodel.components.models.kimi_k3.model import KimiK3TextModel
+
+    linear = {"head_dim": 128, "num_heads": 96, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 3]}
+    linear |= {"full_attn_layers": [4], "use_full_rank_gate": True, "gate_lower_bound": -5.0}
+    config = KimiK3TextConfig(
+        **{"vocab_size": 1024, "num_hidden_layers": LAYERS, "linear_attn_config": linear, "num_experts": experts},
+        **{"pad_token_id": 0, "kda_chunk_impl": "fused", "situ_backend": "triton", "attn_res_triton": True},
+    )
+    backend = BackendConfig(
+        **{"attn": "sdpa", "linear": "torch", "rms_norm": "torch_fp32", "experts": "torch_mm", "dispatcher": "torch"},
+        **{"rope_fusion": False, "compile_situ": True, "compile_norm": True, "compile_router_weight": True},
+    )
+    with torch.device("cuda"):
+        model = KimiK3TextModel(config, backend)
+        model.init_weights()
+    model.train().requires_grad_(False)
+    x = torch.randn(1, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def run(layer: nn.Module, h: torch.Tensor, bank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return layer(h, attention_mask=None, padding_mask=None, block_residual=bank, packed_context=None)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        h, bank = x, x.new_zeros(tokens, 0, config.hidden_size)
+        for layer in model.layers.values():
+            if recompute:
+                h, bank = torch.utils.checkpoint.checkpoint(run, layer, h, bank, use_reentrant=False)
+            else:
+                h, bank = run(layer, h, bank)
+        y = model.norm(model._apply_output_attn_res(h, bank))
+        return torch.autograd.grad(y, x, torch.ones_like(y))
+
+    return step
+
+
+def parts(step: Callable[[], Any]) -> dict[str, float]:
+    """Device time of a step by what it is spent on, ms."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    owners = {}
+    for (repository, _), module in kernel_loading._LOADED.items():
+        if module is not None:
+            for file in Path(module.__file__).parent.glob("*.py"):
+                source = file.read_text()
+                owners |= {line.split("(")[0][4:]: repository for line in source.splitlines() if line[:4] == "def "}
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        name = event.key
+        part = owners.get(name)
+        if part is None:
+            part = next((p for p, words in LIBRARIES.items() if any(w in name.lower() for w in words)), "other")
+        found[part] = found.get(part, 0.0) + event.self_device_time_total / 1e3
+    return {part: round(ms, 2) for part, ms in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def draw() -> None:
+    """results/step.png: a bar for every recorded step, made of its parts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = json.loads(measure.RESULTS.read_text())
+    rows = {row["shape"]: row["parts_ms"] for entry in records for row in entry["rows"] if row["op"] == STEP}
+    if not rows:
+        raise ValueError(f"{measure.RESULTS} has no row of {STEP!r}, run scripts/bench_step.py on a GPU first")
+    figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.6 * len(rows)), layout="constrained")
+    left = dict.fromkeys(rows, 0.0)
+    for part in dict.fromkeys(part for row in rows.values() for part in row):
+        widths = [row.get(part, 0.0) for row in rows.values()]
+        axes.barh(list(rows), widths, left=list(left.values()), label=part)
+        left = {shape: left[shape] + width for shape, width in zip(rows, widths, strict=True)}
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of device time, one LoRA step")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(measure.RESULTS.with_name("step.png"), dpi=150)
+    pyplot.close(figure)
+
+
+def bench(argv: Sequence[str]) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--experts", type=int, default=112, help="experts of a layer held here (default 112)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="default 8192 32768")
+    parser.add_argument("--no_peer", action="store_true", help="leave NeMo AutoModel out")
+    parser.add_argument("--draw", action="store_true", help="only draw results/step.png from what was recorded")
+    args = parser.parse_args(argv)
+    if args.draw:
+        draw()
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("bench_step.py needs a GPU, torch sees none")
+    model = build(args.experts)
+    config = text_model(model).config
+    verify(model)
+    shapes = [(tokens, recompute) for recompute in (False, True) for tokens in args.tokens]
+    ours, checkpointed = {}, False
+    for tokens, recompute in shapes:
+        if recompute and not checkpointed:
+            checkpoint_activations(model.get_base_model())
+            checkpointed = True
+        step = step_of(model, tokens)
+        ours[tokens, recompute] = measured("ours", step, tokens), parts(step)
+        if args.experts == ALL_EXPERTS and not recompute and tokens == args.tokens[0]:
+            project(model, step, tokens)
+        del step
+        torch.cuda.empty_cache()
+    del model
+    torch.cuda.empty_cache()
+    rows = []
+    for tokens, recompute in shapes:
+        (samples, peak), spent = ours[tokens, recompute]
+        times = {"ours": samples} | ({} if args.no_peer else nemo(args.experts, tokens, recompute))
+        flops = 2 * tokens * forward_flops_per_token(config, tokens, head=False)
+        shape = f"T={tokens}{', full recompute' if recompute else ''}, {args.experts} experts"
+        row = measure.row(STEP, shape, times, flops / measure.FLOPS_PER_SECOND * 1e3, peak, None)
+        print(f"  {flops / row['ours_ms'] * 1e3 / PEAK_FLOPS:.1%} of 989 TFLOP/s; ms by part: {spent}")
+        rows.append(row | {"parts_ms": spent})
+    measure.record(shlex.join(["python", "scripts/bench_step.py", *argv]), rows)
+
+
+def project(model: nn.Module, whole: Callable[[], Any], tokens: int) -> None:
+    """Print what all 93 layers would take: layers of a kind cost what the slice grows by with one of them."""
+    grown = {}
+    for layers in (1, 3):
+        with first(model, layers):
+            grown[layers] = statistics.median(measured(f"{layers} layers", step_of(model, tokens), tokens)[0])
+    grown[LAYERS] = statistics.median(measured(f"{LAYERS} layers", whole, tokens)[0])
+    cost = {"KDA, dense": grown[1], "KDA, experts": (grown[3] - grown[1]) / 2, "MLA, experts": grown[4] - grown[3]}
+    total = sum(RELEASED[kind] * ms for kind, ms in cost.items())
+    sums = " + ".join(f"{RELEASED[kind]} x {ms:.1f} ms ({kind})" for kind, ms in cost.items())
+    print(f"93 layers: {sums} = {total / 1e3:.2f} s for {tokens} tokens, {tokens / total * 1e3:,.0f} tokens/s")
+
+
+def nemo(experts: int, tokens: int, recompute: bool) -> dict[str, list[float]]:
+    """Times of NeMo AutoModel, if it is installed and fits."""
+    name = "NeMo AutoModel, no adapters"
+    try:
+        step = nemo_step(experts, tokens, recompute)
+        return {name: measured(name, step, tokens)[0]}
+    except (ImportError, torch.cuda.OutOfMemoryError) as error:
+        print(f"{name}, T={tokens}: {type(error).__name__} {' '.join(str(error).split())[:100]}")
+        return {}
+
+
+def main(argv: Sequence[str]) -> int:
+    return run_command(bench, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
