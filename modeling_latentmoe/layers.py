@@ -21,9 +21,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-        y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        # In fp32 inside; torch's own weight would multiply before the rounding.
+        return self.weight * nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps)
 
 
 class MLP(nn.Module):
@@ -59,3 +58,36 @@ class Float32Parameters(nn.Module):
                 exact = new.data.to(wide) if old.is_meta or new.is_meta else old.to(device=new.device, dtype=wide)
                 new.data = exact
         return self
+
+
+class WideProduct(torch.autograd.Function):
+    """x_TD @ weight_ED^T in fp32 (or wider), whatever the dtypes of both.
+
+    The gradient of a bf16 x is rounded to bf16 anyway: it is taken from two bf16 parts of the output's gradient, which
+    hold 16 of its bits, on tensor cores and not as a product in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        ctx.save_for_backward(x_TD if ctx.needs_input_grad[1] else None, weight_ED)
+        ctx.dtype = x_TD.dtype
+        # Autocast would round the products.
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return x_TD.to(wide) @ weight_ED.to(wide).T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_TE: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        grad_TD = grad_ED = None
+        if ctx.needs_input_grad[0]:
+            if ctx.dtype == weight_ED.dtype == torch.bfloat16:
+                first_TE = grad_TE.bfloat16()
+                second_TE = (grad_TE - first_TE).bfloat16()
+                grad_TD = torch.cat([first_TE, second_TE], dim=1) @ torch.cat([weight_ED, weight_ED])
+            else:
+                grad_TD = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_ED = (grad_TE.T @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype)
+        return grad_TD, grad_ED

@@ -13,7 +13,7 @@ from torch import nn
 
 from .configuration_latentmoe import MXFP4_GROUP, LatentMoETextConfig
 from .expert_lora import LogicalShapes, unwrap_experts
-from .layers import MLP, Float32Parameters, RMSNorm
+from .layers import MLP, Float32Parameters, RMSNorm, WideProduct
 from .mxfp4 import encode
 from .ops import ExpertMatrices, LowRank, expert_mlp, route
 
@@ -36,10 +36,7 @@ class Router(Float32Parameters):
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, D] -> (logits_TE, ids_TS int64, weights_TS); logits and weights in fp32, or wider if x is."""
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        # Autocast would round the products: near ties would route differently.
-        with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = nn.functional.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = WideProduct.apply(x_TD, self.weight)
         ids_TS, weights_TS = route(
             logits_TE,
             self.e_score_correction_bias,
@@ -195,7 +192,9 @@ class LatentMoE(nn.Module):
         """
         x_TD = x_BTD.flatten(0, 1) if valid_BT is None else x_BTD[valid_BT]
         logits_TE, ids_TS, weights_TS = self.gate(x_TD)
-        load_E = torch.bincount(ids_TS.flatten(), minlength=self.config.num_experts)
+        # Not bincount, for which the host waits.
+        load_E = ids_TS.new_zeros(self.config.num_experts)
+        load_E.scatter_add_(0, ids_TS.flatten(), torch.ones_like(ids_TS).flatten())
         y_TD = self._routed(x_TD, ids_TS, weights_TS)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)

@@ -369,7 +369,8 @@ def causal_attention(
         return _fused_causal(q_BNTK, k_BNTK, v_BNTV, scale)
     lengths = documents.length_D.tolist()
     parts = [documents.pack(x.transpose(1, 2)).transpose(0, 1).split(lengths, dim=1) for x in (q_BNTK, k_BNTK, v_BNTV)]
-    outputs_NtV = []
+    # The empty part keeps a batch of padding alone in the graph.
+    outputs_NtV = [v_BNTV[0, :, :0]]
     for length, *qkv_NtK in zip(lengths, *parts, strict=True):
         # A kernel is planned for every length; no real token looks at zeros behind the end.
         padded = F.pad(torch.cat(qkv_NtK, dim=-1), (0, 0, 0, -length % PLANNED_LENGTH))

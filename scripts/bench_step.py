@@ -2,6 +2,7 @@
 
     python scripts/bench_step.py                             # 112 experts (one rank of EP8), 8192 and 32768 tokens
     python scripts/bench_step.py --experts 896 --tokens 8192 # all experts, and what 93 layers would take
+    python scripts/bench_step.py --block                     # one block of 56 experts beside torch with bf16 weights
     python scripts/bench_step.py --draw                      # results/step.png, of all recorded steps, without a GPU
 
 Layers 0-3 are KDA with a dense feed-forward, two of KDA with experts and one of MLA with experts, at full width, with
@@ -47,7 +48,7 @@ RELEASED = {"KDA, dense": 1, "KDA, experts": 68, "MLA, experts": 24}
 LIBRARIES = {"attention": ("fmha", "flash", "sdpa"), "dense products": ("gemm", "nvjet", "cutlass", "xmma", "cublas")}
 
 
-def build(experts: int) -> nn.Module:
+def build(experts: int, packed: bool = True) -> nn.Module:
     """Text model of LAYERS layers on the GPU with random weights, PEFT adapters around it."""
     released = LatentMoEConfig.kimi_k3().to_dict()
     text, kinds = released["text_config"], released["text_config"]["linear_attn_config"]
@@ -56,7 +57,10 @@ def build(experts: int) -> nn.Module:
     text |= {"num_hidden_layers": LAYERS, "num_experts": experts, "vocab_size": 1024, "layer_types": None}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     text |= {"indexer_types": None, **ids}
-    config = LatentMoEConfig.from_dict(released | {"vision_config": None, "media_placeholder_token_id": 3, **ids})
+    released |= {"vision_config": None, "media_placeholder_token_id": 3, **ids}
+    if not packed:
+        released["quantization_config"] = None
+    config = LatentMoEConfig.from_dict(released)
     with torch.device("meta"):
         model = LatentMoEForConditionalGeneration(config).to(torch.bfloat16)
     model.to_empty(device="cuda")
@@ -129,6 +133,36 @@ def measured(name: str, step: Callable[[], Any], tokens: int) -> tuple[list[floa
     ms, peak = statistics.median(samples), torch.cuda.max_memory_allocated() / GIB
     print(f"{name}: {ms:.1f} ms, {tokens / ms * 1e3:,.0f} tokens/s, {peak:.1f} GiB", flush=True)
     return samples, peak
+
+
+def block(experts: int, tokens: int) -> None:
+    """A block of experts, forward and backward: packed weights and kernels, beside bf16 weights and torch."""
+    times, peaks = {}, {}
+    for name, packed, kernels in (("ours", True, "auto"), ("torch, bf16 weights", False, "torch")):
+        model = build(experts, packed)
+        config = text_model(model).config
+        config.kernels = kernels
+        step = block_step(text_model(model).layers[1].block_sparse_moe, config.hidden_size, tokens)
+        del model
+        times[name], peaks[name] = measured(f"block, {name}", step, tokens)
+        del step
+    D, L, F = config.hidden_size, config.routed_expert_hidden_size, config.moe_intermediate_size
+    routed, shared = config.num_experts_per_token * 3 * L * F, config.num_shared_experts * 3 * D * F
+    flops = 4 * tokens * (D * experts + 2 * D * L + routed + shared)
+    floor = flops / measure.FLOPS_PER_SECOND * 1e3
+    row = measure.row("LatentMoE block, LoRA step", f"T={tokens}, {experts} experts", times, floor, peaks["ours"], None)
+    measure.record("python scripts/bench_step.py --block", [row | {"peaks_gib": peaks}])
+
+
+def block_step(moe: nn.Module, width: int, tokens: int) -> Callable[[], Any]:
+    x = torch.randn(1, tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = [x, *(parameter for parameter in moe.parameters() if parameter.requires_grad)]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y, _, _ = moe(x)
+        return torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return step
 
 
 def nemo_step(experts: int, tokens: int, recompute: bool) -> Callable[[], Any]:
@@ -219,6 +253,7 @@ def bench(argv: Sequence[str]) -> None:
     parser.add_argument("--experts", type=int, default=112, help="experts of a layer held here (default 112)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="default 8192 32768")
     parser.add_argument("--no_peer", action="store_true", help="leave NeMo AutoModel out")
+    parser.add_argument("--block", action="store_true", help="only one block of 56 experts, 8192 tokens")
     parser.add_argument("--draw", action="store_true", help="only draw results/step.png from what was recorded")
     args = parser.parse_args(argv)
     if args.draw:
@@ -226,6 +261,9 @@ def bench(argv: Sequence[str]) -> None:
         return
     if not torch.cuda.is_available():
         raise ValueError("bench_step.py needs a GPU, torch sees none")
+    if args.block:
+        block(56, 8192)
+        return
     model = build(args.experts)
     config = text_model(model).config
     verify(model)
