@@ -30,6 +30,7 @@ REPOSITORIES = {
     "latent_moe": "latentmoe/latent-moe",
     "residual": "latentmoe/residual",
     "linear_cross_entropy": "latentmoe/linear-cross-entropy",
+    "low_rank": "latentmoe/low-rank",
 }
 REVISION = "v1"
 DEVICES = ("cuda",)

@@ -8,7 +8,7 @@ Legend: B batch, T tokens, S keys, D model width (of states and tails: documents
         order, N chunks (heads in attention, predicted tokens in a loss), C tokens per chunk, H heads, K key width,
         V value width (or vocabulary, in a loss), W convolution width, P convolution channels, F hidden width.
         In the mixture of experts: E experts, S chosen experts per token, G groups of experts, L latent width,
-        R routed rows sorted by expert, I and O input and output width of a matrix, r adapter rank.
+        R routed rows sorted by expert. I and O input and output width of a matrix, r adapter rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from .documents import Documents
-from .kernel_loading import kernel_for
+from .kernel_loading import DTYPES, kernel_for
 from .mxfp4 import decode
 
 # Tokens per KDA chunk. Decays are formed as exponents of differences inside a chunk, a [C, C, K] tensor per head.
@@ -35,8 +35,10 @@ CONV_KERNEL_WIDTHS = range(2, 9)
 ROW_KERNEL_WIDTH = 16384
 # What the kernels of the experts hold of a token's choices, of experts, and of the ranks of a matrix's adapters.
 EXPERT_KERNEL_SLOTS, EXPERT_KERNEL_EXPERTS, EXPERT_KERNEL_RANK = 32, 1024, 64
-# Logits held at a time by `linear_cross_entropy`.
-LOGIT_BYTES = 256 * 2**20
+# The highest rank of an adapter that its kernel holds.
+LOW_RANK_KERNEL_RANK = 128
+# Logits held at a time by `linear_cross_entropy`, and rows in fp32 by `add_low_rank`.
+LOGIT_BYTES, LOW_RANK_BYTES = 256 * 2**20, 64 * 2**20
 # Torch's kernels of attention, the one to take first in front, and what documents' lengths are padded to a multiple of.
 SDPA_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
@@ -82,9 +84,83 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_be
 
 def glu(gate: torch.Tensor, up: torch.Tensor, config) -> torch.Tensor:
     """The gated activation that `config.hidden_act` names: "situ" or "silu" (SwiGLU)."""
+    kernel = kernel_for("latent_moe", config.kernels, gate, up)
     if config.hidden_act == "situ":
-        return situ_glu(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
-    return F.silu(gate) * up
+        betas = config.activation_situ_beta, config.activation_situ_linear_beta
+        return kernel.situ_glu(gate, up, *betas) if kernel else situ_glu(gate, up, *betas)
+    return kernel.swiglu(gate, up) if kernel else F.silu(gate) * up
+
+
+class AddLowRank(torch.autograd.Function):
+    """`add_low_rank` on rows y [T, O] and x [T, I], a block of them in the wider dtype at a time.
+
+    Only x as it is, the low rows and the factors are kept for backward, where autograd would keep a wide copy of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, y_TO: torch.Tensor, x_TI: torch.Tensor, a_rI: torch.Tensor, b_Or: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        wide = torch.promote_types(_wide(x_TI[:0]).dtype, a_rI.dtype)
+        low_Tr = x_TI.new_empty(len(x_TI), len(a_rI), dtype=wide)
+        out_TO = torch.empty_like(y_TO)
+        for rows in _row_blocks(x_TI, b_Or):
+            low_Tr[rows] = F.linear(x_TI[rows].to(wide), a_rI.to(wide))
+            out_TO[rows] = y_TO[rows] + F.linear(low_Tr[rows], b_Or.to(wide)) * scaling
+        ctx.save_for_backward(x_TI, low_Tr, a_rI, b_Or)
+        ctx.scaling = scaling
+        return out_TO
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_TO: torch.Tensor):
+        x_TI, low_Tr, a_rI, b_Or = ctx.saved_tensors
+        wide = low_Tr.dtype
+        dx_TI = torch.empty_like(x_TI) if ctx.needs_input_grad[1] else None
+        da_rI, db_Or = (torch.zeros_like(factor, dtype=wide) for factor in (a_rI, b_Or))
+        for rows in _row_blocks(x_TI, b_Or):
+            dproduct_tO = grad_TO[rows].to(wide) * ctx.scaling
+            dlow_tr = dproduct_tO @ b_Or.to(wide)
+            da_rI += dlow_tr.T @ x_TI[rows].to(wide)
+            db_Or += dproduct_tO.T @ low_Tr[rows]
+            if dx_TI is not None:
+                dx_TI[rows] = (dlow_tr @ a_rI.to(wide)).to(x_TI.dtype)
+        return grad_TO, dx_TI, da_rI.to(a_rI.dtype), db_Or.to(b_Or.dtype), None
+
+
+def _row_blocks(x_TI: torch.Tensor, b_Or: torch.Tensor) -> Iterator[slice]:
+    """Rows of which input and output take LOW_RANK_BYTES in fp32."""
+    row_bytes = 4 * (x_TI.shape[1] + len(b_Or))
+    size = max(ROW_TILE, LOW_RANK_BYTES // row_bytes // ROW_TILE * ROW_TILE)
+    return (slice(first, first + size) for first in range(0, len(x_TI), size))
+
+
+def _low_rank_problem(a_rI: torch.Tensor, b_Or: torch.Tensor) -> str | None:
+    """Why the kernels cannot add this product, if so."""
+    if len(a_rI) > LOW_RANK_KERNEL_RANK:
+        return f"the rank is {len(a_rI)}, over {LOW_RANK_KERNEL_RANK}"
+    odd = [factor.dtype for factor in (a_rI, b_Or) if factor.dtype not in DTYPES]
+    return f"there are no kernels for factors in {odd[0]}" if odd else None
+
+
+@full_precision
+def add_low_rank(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a_rI: torch.Tensor,
+    b_Or: torch.Tensor,
+    scaling: float,
+    kernels: str = "torch",
+) -> torch.Tensor:
+    """y + scaling * (x a^T) b^T for x [..., I] and y [..., O]: a low-rank adapter beside a layer with output y.
+
+    Products are taken in the wider of fp32 and the dtypes of x and of the factors (masters are not rounded), added to
+    y there, and rounded once to the dtype of y.
+    """
+    if kernel := kernel_for("low_rank", kernels, y, x, problem=_low_rank_problem(a_rI, b_Or)):
+        return kernel.add_low_rank(y, x, a_rI, b_Or, scaling)
+    rows = y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+    return AddLowRank.apply(*rows, a_rI, b_Or, scaling).view(y.shape)
 
 
 def _row_problem(x: torch.Tensor) -> str | None:

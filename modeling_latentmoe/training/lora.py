@@ -7,7 +7,7 @@ projector gets plain LoRA on its two linear layers and not `modules_to_save`: th
 LoRA factors, which is what servers accept, and stays small (its two matrices have 46 million weights in the
 released model).
 
-PEFT internals are touched here, in expert_lora.py and in factors.py only.
+PEFT internals are touched here, in dense_lora.py, expert_lora.py and factors.py only.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from modeling_latentmoe.training.dense_lora import fuse_dense
 from modeling_latentmoe.training.expert_adapters import held_experts, slice_adapter
 from modeling_latentmoe.training.mesh import is_expert
 from modeling_latentmoe.training.router_bias import BIAS_FILE, read_biases, set_biases
@@ -119,6 +120,7 @@ def add_adapter(
             if parameter.requires_grad:
                 parameter.data = parameter.data.double()
     check_adapter(peft_model, chosen, experts, r, expert_rank, lora_alpha / r)
+    fuse_dense(peft_model)
     return peft_model
 
 
@@ -275,6 +277,7 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
         raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
     check_used(adapter, stored, peft_model)
     set_biases(model, biases)
+    fuse_dense(peft_model)
     return peft_model
 
 

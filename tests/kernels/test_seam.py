@@ -35,7 +35,10 @@ class Played:
         self.kda = SimpleNamespace(chunk_kda=self.chunk_kda, step_kda=self.step_kda, short_conv=self.short_conv)
         self.residual = SimpleNamespace(attn_residual=self.attn_residual, gated_rms_norm=self.gated_rms_norm)
         self.linear_cross_entropy = SimpleNamespace(linear_cross_entropy=self.cross_entropy)
-        self.latent_moe = SimpleNamespace(sort_slots=self.sort_slots, expert_mlp=self.expert_mlp)
+        self.latent_moe = SimpleNamespace(
+            sort_slots=self.sort_slots, expert_mlp=self.expert_mlp, situ_glu=self.situ_glu, swiglu=self.swiglu
+        )
+        self.low_rank = SimpleNamespace(add_low_rank=self.add_low_rank)
 
     def chunk_kda(
         self,
@@ -88,6 +91,19 @@ class Played:
         assert hidden.ndim == 2 and target.shape == hidden.shape[:1]
         return ops.linear_cross_entropy(hidden, weight, target, ignore_index)
 
+    def situ_glu(self, gate, up, beta=None, linear_beta=None):
+        self.calls.append("situ_glu")
+        return ops.situ_glu(gate, up, beta, linear_beta)
+
+    def swiglu(self, gate, up):
+        self.calls.append("swiglu")
+        return torch.nn.functional.silu(gate) * up
+
+    def add_low_rank(self, y, x, a, b, scaling):
+        self.calls.append("add_low_rank")
+        assert a.shape == (b.shape[1], x.shape[-1]) and b.shape[0] == y.shape[-1]
+        return ops.add_low_rank(y, x, a, b, scaling)
+
     def sort_slots(self, ids, experts, capacity_factor=None):
         self.calls.append("sort_slots")
         assert ids.dtype == torch.int64 and ids.ndim == 2
@@ -127,7 +143,7 @@ def test_a_training_step_runs_on_kernels(layout: str, choice: str, played: Playe
     got = results(model, batches()[layout], choice)
     assert want.keys() == got.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
-    expected = {"chunk_kda", "short_conv", "attn_residual", "gated_rms_norm", "linear_cross_entropy"}
+    expected = {"chunk_kda", "short_conv", "attn_residual", "gated_rms_norm", "linear_cross_entropy", "situ_glu"}
     assert expected <= set(played.calls)
     assert "step_kda" not in played.calls
 
@@ -253,12 +269,36 @@ def test_what_the_kernels_of_experts_cannot_do(played: Played, monkeypatch: pyte
     with pytest.raises(ValueError, match=r'kernels="hub": latent_moe: the expert weights are trained'):
         ops.expert_mlp(x, ids, weights, trained, down, options("situ", "hub"))
     ops.expert_mlp(x, ids, weights, trained, down, options("situ", "auto")).sum().backward()
-    assert trained.weight.grad is not None and not played.calls
+    assert trained.weight.grad is not None and played.calls == ["situ_glu"]
     for name, reason in limits.items():
         with monkeypatch.context() as patch:
             patch.setattr(ops, f"EXPERT_KERNEL_{name}", 1)
             with pytest.raises(ValueError, match=reason):
                 ops.expert_mlp(x, ids, weights, gate_up, down, options("situ", "hub"))
+
+
+@pytest.mark.parametrize("act", ["situ", "silu"])
+def test_activations_run_on_kernels(act: str, played: Played) -> None:
+    gate, up = torch.randn(2, 3, 8).chunk(2, dim=-1)
+    want = ops.glu(gate, up, options(act, "torch"))
+    for choice in ("auto", "hub"):
+        assert torch.equal(ops.glu(gate, up, options(act, choice)), want)
+    assert played.calls == ["situ_glu" if act == "situ" else "swiglu"] * 2
+
+
+def test_adapters_run_on_kernels(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    y, x, a, b = torch.randn(2, 3, 12), torch.randn(2, 3, 8), torch.randn(4, 8), torch.randn(12, 4)
+    want = ops.add_low_rank(y, x, a, b, 0.5)
+    for choice in ("auto", "hub"):
+        assert torch.equal(ops.add_low_rank(y, x, a, b, 0.5, choice), want)
+    assert played.calls == ["add_low_rank"] * 2
+    with pytest.raises(ValueError, match=r"low_rank: there are no kernels for factors in torch.float64"):
+        ops.add_low_rank(y, x, a, b.double(), 0.5, "hub")
+    monkeypatch.setattr(ops, "LOW_RANK_KERNEL_RANK", 3)
+    with pytest.raises(ValueError, match=r'kernels="hub": low_rank: the rank is 4, over 3'):
+        ops.add_low_rank(y, x, a, b, 0.5, "hub")
+    assert torch.equal(ops.add_low_rank(y, x, a, b, 0.5, "auto"), want)
+    assert played.calls == ["add_low_rank"] * 2
 
 
 def test_nothing_is_computed_on_kernels_for_padding_alone(played: Played) -> None:
@@ -381,7 +421,8 @@ def test_it_is_looked_for_and_said_once(places: SimpleNamespace, monkeypatch: py
     monkeypatch.setattr(kernel_loading, "_LOADED", {})
     for _ in range(3):
         results(small_model(), batches()["one row"], "auto")
-    assert sorted(line.split(":")[0] for line in places.said) == ["kda", "linear_cross_entropy", "residual"]
+    looked_for = ["kda", "latent_moe", "linear_cross_entropy", "residual"]
+    assert sorted(line.split(":")[0] for line in places.said) == looked_for
 
 
 @pytest.mark.parametrize("missing", ["triton", "kernels"])

@@ -3,6 +3,7 @@
 from . import layers
 from .balance import count_biases, score_shares
 from .experts import expert_mlp
+from .glu import situ_glu, swiglu
 from .reference import ExpertMatrices, LowRank, expert_mlp_reference
 from .route import route
 from .route_reference import (
@@ -29,6 +30,8 @@ __all__ = [
     "route_reference",
     "score_shares",
     "score_shares_reference",
+    "situ_glu",
     "sort_slots",
     "sort_slots_reference",
+    "swiglu",
 ]
