@@ -1,7 +1,8 @@
 """Generation cache: what each kind of layer has to remember of a row.
 
 KDA keeps the last convolution inputs and one fp32 state matrix per head, whatever the length; attention layers keep
-one latent per token (kv_lora_rank normed + qk_rope_head_dim raw); indexed layers with an indexer add one index key.
+one latent per token (kv_lora_rank normed + qk_rope_head_dim raw); indexed layers with an indexer add one index key,
+and where keys are pooled as many numbers again.
 
 Legend: B batch, S remembered tokens.
 """

@@ -140,6 +140,8 @@ class LatentMoETextConfig(PreTrainedConfig):
     derived from them: "linear_attention" (KDA), "full_attention" (gated MLA), "indexed_attention" (gated DSA: an MLA
     layer whose `indexer_types` entry is "full" or "shared"). `linear_attn_config=None` means that every layer is MLA.
     `linear_attn_config.gate_lower_bound` absent or null selects the softplus decay gate; it is never assumed.
+    `index_kpool` above 1 lets the indexer choose pools of so many keys, of which index_topk must be a multiple, and
+    `learnable_sink` gives every head of attention layers a sink; indexers and attention have no rotary embedding.
     `num_experts` None or 0 gives a dense model; `routed_expert_hidden_size` None gives experts at model width.
 
     Fields that are not passed to the constructor are the released ones. A file (`from_pretrained`, `from_dict`) that
@@ -201,6 +203,10 @@ class LatentMoETextConfig(PreTrainedConfig):
     index_n_heads: int = 64
     index_head_dim: int = 128
     indexer_types: list[str] | None = None
+    index_relu: bool = True
+    index_kpool: int = 1
+    index_kpool_always_select_tail: bool = True
+    learnable_sink: bool = False
 
     def __post_init__(self, **kwargs):
         # The released nested auto_map / architectures name classes of another repository.
@@ -290,8 +296,8 @@ class LatentMoETextConfig(PreTrainedConfig):
             raise ValueError("num_key_value_heads: MLA needs it equal to num_attention_heads")
         if self.num_nextn_predict_layers:
             raise ValueError("num_nextn_predict_layers: multi-token prediction layers are not supported, set it to 0")
-        if self.index_topk is not None and min(self.index_topk, self.index_n_heads, self.index_head_dim) < 1:
-            raise ValueError("index_topk, index_n_heads and index_head_dim must be positive")
+        if self.index_topk is not None:
+            self._validate_indexer()
         if LINEAR in self.layer_types:
             self._validate_kda()
         if self.num_experts:
@@ -304,6 +310,16 @@ class LatentMoETextConfig(PreTrainedConfig):
             raise ValueError(
                 f"activation_situ_linear_beta: {self.activation_situ_linear_beta}, must be positive or null"
             )
+
+    def _validate_indexer(self) -> None:
+        if min(self.index_topk, self.index_n_heads, self.index_head_dim) < 1:
+            raise ValueError("index_topk, index_n_heads and index_head_dim must be positive")
+        if not _is_count(self.index_kpool) or self.index_topk % self.index_kpool:
+            raise ValueError(f"index_kpool: {self.index_kpool!r}, must divide index_topk={self.index_topk}")
+        if not self.index_kpool_always_select_tail:
+            raise ValueError("index_kpool_always_select_tail: false is not supported (the last keys are always seen)")
+        if hasattr(self, "indexer_rope_interleave"):
+            raise ValueError("indexer_rope_interleave: indexers with a rotary embedding are not supported")
 
     def _validate_kda(self) -> None:
         linear = self.linear_attn_config
@@ -393,12 +409,31 @@ class LatentMoETextConfig(PreTrainedConfig):
             raise ValueError(f"kernels: {choice!r}, expected one of {', '.join(map(repr, KERNELS))}")
         self._kernels = choice
 
+    @property
+    def dense_attention(self) -> bool:
+        """Whether layers with an indexer attend to all keys, whatever it would choose. A choice of the process, never
+        saved, and so is `indexer_loss`."""
+        return self.__dict__.get("_dense_attention", False)
+
+    @dense_attention.setter
+    def dense_attention(self, choice: bool) -> None:
+        self._dense_attention = choice
+
+    @property
+    def indexer_loss(self) -> bool:
+        """Whether a model in training computes what its indexers learn from, `output.indexer_loss`."""
+        return self.__dict__.get("_indexer_loss", False)
+
+    @indexer_loss.setter
+    def indexer_loss(self, choice: bool) -> None:
+        self._indexer_loss = choice
+
     def is_moe_layer(self, layer: int) -> bool:
         return bool(self.num_experts) and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     def _without_private(self, out: dict[str, Any]) -> dict[str, Any]:
-        out.pop("_packed_by_root", None)
-        out.pop("_kernels", None)
+        for name in ("_packed_by_root", "_kernels", "_dense_attention", "_indexer_loss"):
+            out.pop(name, None)
         return out
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from functools import cached_property
 
 import torch
 
+from .sparse import Pools
+
 PADDING = -1
 
 
@@ -78,6 +80,49 @@ class Documents:
         if not len(pairs):
             return 0
         return int(torch.unique(pairs, dim=0, return_counts=True)[1].max())
+
+    @cached_property
+    def key_token_S(self) -> torch.Tensor:
+        """Flat position of every real key, cached ones included, row by row: the keys of the packed tokens."""
+        return (self.key_ids_BS.flatten() != PADDING).nonzero().squeeze(-1)
+
+    def pack_keys(self, x_BS: torch.Tensor) -> torch.Tensor:
+        """[B, cached + T, ...] -> [real keys, ...], in order."""
+        flat = x_BS.flatten(0, 1)
+        return flat if len(self.key_token_S) == len(flat) else flat[self.key_token_S]
+
+    @cached_property
+    def _key_runs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For every real key: the first key of its document, and how many keys the document has."""
+        keys = self.key_token_S
+        pair_S2 = torch.stack([keys // self.key_ids_BS.shape[1], self.key_ids_BS.flatten()[keys]], dim=-1)
+        _, run_S, length_R = torch.unique_consecutive(pair_S2, dim=0, return_inverse=True, return_counts=True)
+        return (length_R.cumsum(0) - length_R)[run_S], length_R[run_S]
+
+    @cached_property
+    def key_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys that each real token of this call sees: first_M <= key < end_M, int32 positions in the real keys."""
+        T = self.ids_BT.shape[1]
+        count_BS = (self.key_ids_BS.flatten() != PADDING).cumsum(0).unflatten(0, self.key_ids_BS.shape)
+        end_M = count_BS[:, -T:].flatten()[self.token_M]
+        return self._key_runs[0][end_M - 1].int(), end_M.int()
+
+    @cached_property
+    def _pools(self) -> dict[int, Pools]:
+        return {}
+
+    def pools(self, size: int) -> Pools:
+        """The real keys in pools of `size`, from the first key of each document; what is left behind is in none. A
+        token sees the pools whose last key it sees."""
+        # Every layer of a forward asks for the same.
+        if size not in self._pools:
+            first_S, length_S = self._key_runs
+            place_S = torch.arange(len(first_S), device=first_S.device) - first_S
+            start_G = ((place_S % size == 0) & (place_S + size <= length_S)).nonzero().squeeze(-1)
+            first_M, end_M = self.key_ranges
+            pool_M = torch.searchsorted(start_G.int(), first_M, out_int32=True)
+            self._pools[size] = Pools(size, start_G, pool_M, pool_M + (end_M - first_M) // size)
+        return self._pools[size]
 
     @cached_property
     def token_M(self) -> torch.Tensor:

@@ -31,6 +31,7 @@ REPOSITORIES = {
     "residual": "latentmoe/residual",
     "linear_cross_entropy": "latentmoe/linear-cross-entropy",
     "low_rank": "latentmoe/low-rank",
+    "sparse_attention": "latentmoe/sparse-attention",
 }
 REVISION = "v1"
 DEVICES = ("cuda",)

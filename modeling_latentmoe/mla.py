@@ -3,67 +3,35 @@
 Dense (gated MLA, Kimi-K3): queries and keys come from low-rank latents, nothing is rotated, the 64 extra key
 dimensions are shared by all heads, a sigmoid gate computed from the layer input multiplies the output.
 Sparse (gated DSA, DeepSeek-V3.2 report section 2.1): an indexer scores all keys cheaply and attention sees the best
-`index_topk`. A "full" layer owns an indexer; a "shared" one reuses the choice of the last full layer (IndexCache).
+`index_topk` (indexer.py, sparse.py). With `learnable_sink` every head has a logit of its own beside those of its keys,
+to which it can give probability that no value gets.
 
-Legend: B batch, T tokens, S keys, D model width, Q query latent, N heads, H head width, I index heads, K index width.
+Legend: B batch, T tokens, S keys, D model width, Q query latent, N heads, H head width, L width of what is kept of a
+        key; M real tokens of all documents in order.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .cache import LayerCache
 from .configuration_latentmoe import LatentMoETextConfig
 from .documents import Documents
-from .layers import RMSNorm
-from .ops import attention, causal_attention, index_scores, index_topk, selection_mask
+from .indexer import Choice, LightningIndexer, divergence
+from .layers import Float32Parameters, RMSNorm
+from .ops import attention, causal_attention, sparse_attention
+from .sparse import Teacher
 
 # The released model builds these two norms without passing rms_norm_eps, so their class default holds.
 LATENT_NORM_EPS = 1e-6
-INDEX_NORM_EPS = 1e-6
 
 
-class WideLinear(nn.Linear):
-    """A linear layer that multiplies in fp32 (or wider), whatever the dtype of input and weight."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        # Autocast would round the products.
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(wide), self.weight.to(wide))
-
-
-class LightningIndexer(nn.Module):
-    """Scores every key for every query with a few cheap heads; parameters learn from their own loss only.
-
-    Inputs are the layer input x [B, T, D] and the query latent c_q [B, T, Q]; both arrive detached.
-    """
-
-    def __init__(self, config: LatentMoETextConfig):
-        super().__init__()
-        self.heads, self.head_dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
-        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
-        self.k_norm = nn.LayerNorm(self.head_dim, eps=INDEX_NORM_EPS)
-        self.weights_proj = WideLinear(config.hidden_size, self.heads, bias=False)
-
-    def keys(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """One key per token, shared by all index heads: [B, T, K]."""
-        return self.k_norm(self.wk(x_BTD))
-
-    def scores(self, x_BTD: torch.Tensor, c_BTQ: torch.Tensor, keys_BSK: torch.Tensor) -> torch.Tensor:
-        """fp32 scores [B, T, S] of the remembered keys, not masked."""
-        q_BTIK = self.wq_b(c_BTQ).unflatten(-1, (self.heads, self.head_dim))
-        weight_BTI = self.weights_proj(x_BTD) * self.heads**-0.5
-        return index_scores(q_BTIK, keys_BSK, weight_BTI)
-
-
-class GatedLatentAttention(nn.Module):
-    """Gated MLA / gated DSA mixer. forward returns (output [B, T, D], selected keys or None).
+class GatedLatentAttention(Float32Parameters):
+    """Gated MLA / gated DSA mixer. forward returns (output [B, T, D], what indexed layers hand on, or None).
 
     The cache keeps kv_lora_rank normed and qk_rope_head_dim raw numbers per token, and index keys where there is an
     indexer. Selection starts as soon as a document has more than index_topk keys; below that every key is selected
-    anyway and the computation is the dense one, bit for bit.
+    anyway and the computation is the dense one, bit for bit. Dense attention expands latents into keys and values of
+    every head; sparse attention takes the latents themselves, the expansion absorbed into queries and outputs.
     """
 
     def __init__(self, config: LatentMoETextConfig, indexer_type: str):
@@ -87,6 +55,11 @@ class GatedLatentAttention(nn.Module):
         if config.mla_use_output_gate:
             self.g_proj = nn.Linear(D, N * self.value_dim, bias=False)
         self.o_proj = nn.Linear(N * self.value_dim, D, bias=False)
+        # Without one a sink is minus infinity.
+        self.learnable_sink_param = None
+        if config.learnable_sink:
+            self.learnable_sink_param = nn.Parameter(torch.zeros(N))
+            self.float32_parameters = ("learnable_sink_param",)
         if indexer_type == "full":
             self.indexer = LightningIndexer(config)
 
@@ -95,31 +68,86 @@ class GatedLatentAttention(nn.Module):
         x_BTD: torch.Tensor,
         documents: Documents,
         cache: LayerCache | None = None,
-        shared_index: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        c_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
-        q_BNTH = self.q_b_proj(c_BTQ).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        latent, extra = self.kv_a_proj_with_mqa(x_BTD).split([self.latent_dim, self.shared_dim], dim=-1)
-        latent_BSL = torch.cat([self.kv_a_layernorm(latent), extra], dim=-1)
-        if cache is not None:
-            latent_BSL = cache.append("latent", latent_BSL)
-        k_BNSH, v_BNSH = self._expand(latent_BSL)
+        choice: Choice | None = None,
+    ) -> tuple[torch.Tensor, Choice | None]:
+        c_BTQ, q_BTNH, latent_BTL = self.project(x_BTD)
+        latent_BSL = latent_BTL if cache is None else cache.append("latent", latent_BTL)
+        if self.indexer_type == "none":
+            choice = None
+        elif self.indexer_type == "full":
+            before = () if choice is None else choice.losses
+            choice = self.indexer(x_BTD, c_BTQ, documents, cache)
+            choice = choice and choice._replace(losses=before)
 
-        index = None
-        if self.indexer_type != "none":
-            index = self._select(x_BTD.detach(), c_BTQ.detach(), documents, cache, shared_index)
-        fused = self.config._attn_implementation == "sdpa"
-        if index is None and cache is None and fused:
-            out_BNTH = causal_attention(q_BNTH, k_BNSH, v_BNSH, documents, self.scale)
+        if choice is None:
+            out = self._dense(q_BTNH, latent_BSL, documents)
         else:
-            mask_BTS = documents.attention_mask_BTS
-            if index is not None:
-                mask_BTS = selection_mask(index, mask_BTS)
-            out_BNTH = attention(q_BNTH, k_BNSH, v_BNSH, mask_BTS, self.scale, fused)
-        out = out_BNTH.transpose(1, 2).flatten(2)
+            out, choice = self._indexed(q_BTNH, latent_BSL, documents, choice)
         if self.config.mla_use_output_gate:
             out = out * torch.sigmoid(self.g_proj(x_BTD))
-        return self.o_proj(out), index
+        return self.o_proj(out), choice
+
+    def project(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query latent [B, T, Q], queries [B, T, N, H] and what the cache keeps of keys and values [B, T, L]."""
+        c_BTQ = self.q_a_layernorm(self.q_a_proj(x_BTD))
+        q_BTNH = self.q_b_proj(c_BTQ).unflatten(-1, (self.num_heads, -1))
+        latent, extra = self.kv_a_proj_with_mqa(x_BTD).split([self.latent_dim, self.shared_dim], dim=-1)
+        return c_BTQ, q_BTNH, torch.cat([self.kv_a_layernorm(latent), extra], dim=-1)
+
+    def absorb(
+        self, q_BTNH: torch.Tensor, latent_BSL: torch.Tensor, documents: Documents
+    ) -> tuple[Teacher, torch.Tensor]:
+        """Attention over the packed latents, and what makes values of each head of them, [latent, N, H]."""
+        # The layer's answer to the identity is its weight, with all that an adapter adds and the gradients of that.
+        unit = torch.eye(self.latent_dim, dtype=latent_BSL.dtype, device=latent_BSL.device)
+        weight = self.kv_b_proj(unit).unflatten(-1, (self.num_heads, -1))
+        key_LNH, value_LNH = weight.split([self.nope_dim, self.value_dim], dim=-1)
+        own, shared = documents.pack(q_BTNH).split([self.nope_dim, self.shared_dim], dim=-1)
+        q_MNL = torch.cat([torch.einsum("mnh,lnh->mnl", own, key_LNH), shared], dim=-1)
+        return Teacher(q_MNL, documents.pack_keys(latent_BSL), self.scale, self.learnable_sink_param), value_LNH
+
+    def _indexed(
+        self, q_BTNH: torch.Tensor, latent_BSL: torch.Tensor, documents: Documents, choice: Choice
+    ) -> tuple[torch.Tensor, Choice]:
+        """Attention to the chosen keys, if any were; the choice then has the loss of an indexer that learns."""
+        teacher, value_LNV = self.absorb(q_BTNH, latent_BSL, documents)
+        if choice.index_Mk is None:
+            out, lse_MN = self._dense(q_BTNH, latent_BSL, documents), None
+        else:
+            q_MNL, kv_SL, scale, sink_N = teacher
+            index_Mk, kernels = choice.index_Mk, self.config.kernels
+            short_D = documents.length_D <= self.config.index_topk
+            # To documents that fit into index_topk dense attention gives the same, faster; a student learns from all.
+            split = choice.student is None and documents.past_ids_BP is None and bool(short_D.any())
+            if split:
+                short_M = torch.repeat_interleave(short_D, documents.length_D)
+                index_Mk = index_Mk.masked_fill(short_M.unsqueeze(1), -1)
+            out_MNL, lse_MN = sparse_attention(q_MNL, kv_SL, index_Mk, scale, self.latent_dim, sink_N, kernels)
+            out = documents.unpack(torch.einsum("mnl,lnv->mnv", out_MNL, value_LNV).flatten(1))
+            if split:
+                dense = self._dense(q_BTNH, latent_BSL, documents, short_D)
+                out = torch.where(documents.unpack(short_M).unsqueeze(-1), dense, out)
+        if choice.student is not None:
+            loss = divergence(choice, teacher, lse_MN, self.latent_dim, documents, self.config)
+            choice = choice._replace(losses=(*choice.losses, loss))
+        return out, choice
+
+    def _dense(
+        self,
+        q_BTNH: torch.Tensor,
+        latent_BSL: torch.Tensor,
+        documents: Documents,
+        chosen_D: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention to all visible keys, [B, T, N * V]; bool chosen_D: only in these documents, zeros elsewhere."""
+        k_BNSH, v_BNSH = self._expand(latent_BSL)
+        qkv = q_BTNH.transpose(1, 2), k_BNSH, v_BNSH
+        fused, sink_N = self.config._attn_implementation == "sdpa", self.learnable_sink_param
+        if documents.past_ids_BP is None:
+            out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen_D)
+        else:
+            out_BNTH = attention(*qkv, documents.attention_mask_BTS, self.scale, fused, sink_N)
+        return out_BNTH.transpose(1, 2).flatten(2)
 
     def _expand(self, latent_BSL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents -> keys [B, N, S, H] (own part and the part all heads share) and values [B, N, S, H]."""
@@ -128,17 +156,3 @@ class GatedLatentAttention(nn.Module):
         k, v = kv.split([self.nope_dim, self.value_dim], dim=-1)
         extra = extra.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
         return torch.cat([k, extra], dim=-1), v
-
-    @torch.no_grad()
-    def _select(self, x_BTD, c_BTQ, documents: Documents, cache, shared_index) -> torch.Tensor | None:
-        """Selected keys [B, T, index_topk], or None while every document fits into index_topk."""
-        if self.indexer_type == "shared":
-            return shared_index
-        # Keys are remembered from the first token on: a later call may need them.
-        keys_BSK = self.indexer.keys(x_BTD)
-        if cache is not None:
-            keys_BSK = cache.append("index_keys", keys_BSK)
-        if documents.longest <= self.indexer.topk:
-            return None
-        scores_BTS = self.indexer.scores(x_BTD, c_BTQ, keys_BSK)
-        return index_topk(scores_BTS, documents.attention_mask_BTS, self.indexer.topk)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, SuppressTokensLogitsProcessor
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,6 +34,7 @@ from .cache import CACHE_ARGUMENT, LatentMoECache, check_cache
 from .configuration_latentmoe import INDEXED, LINEAR, LatentMoEConfig, LatentMoETextConfig
 from .conversion import check_checkpoint, check_values, lazy_tensors, packed_converters, read_as_needed
 from .documents import PADDING, Documents
+from .indexer import LightningIndexer, mean_loss
 from .kda import GatedHeadNorm, KimiDeltaAttention, ShortConvolution
 from .layers import MLP, RMSNorm
 from .mla import GatedLatentAttention
@@ -43,8 +44,10 @@ from .ops import linear_cross_entropy
 from .saving import staged
 from .vision import PositionEmbedding, Projector, VisionTower
 
-# Routing and key selection are decisions: a recomputed one could differ by a rounding and change the graph.
+# Routing and key selection are decisions: a recomputed one could differ by a rounding and change the graph. That of a
+# kernel is an operator of its own, in a library whose name changes with every build.
 SAVED_DECISIONS = [torch.ops.aten.topk.default]
+KERNEL_DECISION = "::index_topk"
 RECOMPUTE = partial(checkpoint)
 
 
@@ -54,7 +57,8 @@ class LatentMoEOutput(ModelOutput):
 
     last_hidden_state [B, T, D]; cache; hidden_states: the running stream entering each layer and leaving the last
     norm, [B, T, D] each (on request); router_logits: fp32 [B * T, E] of each MoE layer, zero at padding (on
-    request); expert_load: int64 [MoE layers, E] tokens routed to each expert, padding excluded.
+    request); expert_load: int64 [MoE layers, E] tokens routed to each expert, padding excluded; indexer_loss: what the
+    indexers learn from (in training, with `config.indexer_loss`), summed over tokens, a mean over layers.
     """
 
     last_hidden_state: torch.Tensor | None = None
@@ -64,6 +68,7 @@ class LatentMoEOutput(ModelOutput):
     hidden_states: tuple[torch.Tensor, ...] | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
     expert_load: torch.Tensor | None = None
+    indexer_loss: torch.Tensor | None = None
 
 
 @dataclass
@@ -78,6 +83,7 @@ class LatentMoECausalLMOutput(ModelOutput):
     hidden_states: tuple[torch.Tensor, ...] | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
     expert_load: torch.Tensor | None = None
+    indexer_loss: torch.Tensor | None = None
 
 
 class LatentMoEDecoderLayer(GradientCheckpointingLayer):
@@ -106,10 +112,10 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
         self.mlp_res_norm = ResidualNorm(D, eps)
         self.mlp_res_proj = ResidualProjection(D)
 
-    def forward(self, stream_BTD, snapshots, index, documents: Documents, cache=None):
-        """stream: [B, T, D]; snapshots: tuple of [B, T, D]; index: keys chosen by the last full indexer, or None.
+    def forward(self, stream_BTD, snapshots, choice, documents: Documents, cache=None):
+        """stream: [B, T, D]; snapshots: tuple of [B, T, D]; choice: of the last full indexer (indexer.py), or None.
 
-        Returns the new stream, snapshots and index, then router logits [B * T, E] and expert load [E] (None if dense).
+        Returns the new stream, snapshots and choice, then router logits [B * T, E] and expert load [E] (None if dense).
         """
         kernels = self.config.kernels
         x = mix((*snapshots, stream_BTD), self.self_attention_res_proj, self.self_attention_res_norm, kernels)
@@ -118,8 +124,8 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
         if self.is_linear:
             attended = self.self_attn(self.input_layernorm(x), documents, cache)
         else:
-            attended, chosen = self.self_attn(self.input_layernorm(x), documents, cache, index)
-            index = index if chosen is None else chosen
+            attended, chosen = self.self_attn(self.input_layernorm(x), documents, cache, choice)
+            choice = choice if chosen is None else chosen
         stream_BTD = attended if stream_BTD is None else stream_BTD + attended
 
         y = mix((*snapshots, stream_BTD), self.mlp_res_proj, self.mlp_res_norm, kernels)
@@ -128,7 +134,7 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
             fed, router_logits, load = self.block_sparse_moe(y, documents.valid_BT)
         else:
             fed, router_logits, load = self.mlp(y), None, None
-        return stream_BTD + fed, snapshots, index, router_logits, load
+        return stream_BTD + fed, snapshots, choice, router_logits, load
 
 
 class LatentMoEPreTrainedModel(PreTrainedModel):
@@ -148,6 +154,7 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
         "v_conv1d",
         "o_norm",
         "e_score_correction_bias",
+        "learnable_sink_param",
     ]
 
     @torch.no_grad()
@@ -165,6 +172,11 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
             rates[: module.num_heads] = torch.empty_like(rates[: module.num_heads]).uniform_(1, 16).log()
             init.copy_(module.A_log, rates)
             init.zeros_(module.dt_bias)
+        elif isinstance(module, GatedLatentAttention) and module.learnable_sink_param is not None:
+            init.zeros_(module.learnable_sink_param)
+        elif isinstance(module, LightningIndexer) and module.pool > 1:
+            init.zeros_(module.index_kpool_compress_gate)
+            init.zeros_(module.index_kpool_compress_ape)
         elif isinstance(module, Router):
             init.normal_(module.weight, std=std)
             init.zeros_(module.e_score_correction_bias)
@@ -238,11 +250,16 @@ class LatentMoEPreTrainedModel(PreTrainedModel):
             raise ValueError("use_reentrant: must be False (reentrant checkpointing cannot save routing decisions)")
         if "context_fn" in options:
             raise ValueError("context_fn: not supported, pass what to keep as a list of operators, saved_ops=[...]")
-        saved = [*SAVED_DECISIONS, *options.pop("saved_ops", ())]
+        saved = {*SAVED_DECISIONS, *options.pop("saved_ops", ())}
+
+        def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
+            keeps = operator in saved or operator.name().endswith(KERNEL_DECISION)
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
         function = partial(
             gradient_checkpointing_func.func,
             use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, saved),
+            context_fn=partial(create_selective_checkpoint_contexts, policy),
             **options,
         )
         super()._set_gradient_checkpointing(enable=enable, gradient_checkpointing_func=function, **kwargs)
@@ -309,13 +326,13 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
             past_ids=None if cache is None else cache.ids_BS,
         )
         cache = self._cache_for(documents, cache, use_cache)
-        snapshots, index = (), None
+        snapshots, choice = (), None
         streams, all_router_logits, loads = [], [], []
         for i, layer in enumerate(self.layers):
             streams.append(stream)
             layer_cache = None if cache is None else cache.layers[i]
-            stream, snapshots, index, router_logits, load = layer(
-                stream, snapshots, index, documents, cache=layer_cache
+            stream, snapshots, choice, router_logits, load = layer(
+                stream, snapshots, choice, documents, cache=layer_cache
             )
             if load is not None:
                 all_router_logits.append(router_logits)
@@ -331,6 +348,7 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
             hidden_states=(*streams, h) if want_hidden else None,
             router_logits=tuple(all_router_logits) if want_logits else None,
             expert_load=torch.stack(loads) if loads else None,
+            indexer_loss=mean_loss(choice.losses, self.config.indexer_types) if choice and choice.losses else None,
             **_cache_fields(cache),
         )
 
@@ -441,6 +459,7 @@ class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
             hidden_states=out.hidden_states,
             router_logits=out.router_logits,
             expert_load=out.expert_load,
+            indexer_loss=out.indexer_loss,
             **_cache_fields(out.cache),
         )
 

@@ -1,6 +1,7 @@
 """The one seam between the model and its kernels: every fused operation is named here once.
 
-Each function is the readable torch definition, which is also what kernels are tested against. Statistics and
+Each function is the readable torch definition, which is also what kernels are tested against (sparse.py has those of
+sparse attention). Statistics and
 accumulations run in `promote_types(dtype, float32)`, so everything also runs in float64. Those that take `kernels`,
 the caller's choice "auto", "torch" or "hub" (`config.kernels`), first ask for a kernel (kernel_loading.py).
 
@@ -9,6 +10,7 @@ Legend: B batch, T tokens, S keys, D model width (of states and tails: documents
         V value width (or vocabulary, in a loss), W convolution width, P convolution channels, F hidden width.
         In the mixture of experts: E experts, S chosen experts per token, G groups of experts, L latent width,
         R routed rows sorted by expert. I and O input and output width of a matrix, r adapter rank.
+        In sparse attention the letters of sparse.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,13 @@ from torch.utils.checkpoint import checkpoint
 from .documents import Documents
 from .kernel_loading import DTYPES, kernel_for
 from .mxfp4 import decode
+from .sparse import Pools, Student, Teacher
+from .sparse import dense_indexer_loss as dense_indexer_loss_torch
+from .sparse import head_probabilities as head_probabilities_torch
+from .sparse import index_topk as index_topk_torch
+from .sparse import indexer_loss as indexer_loss_torch
+from .sparse import sparse_attention as sparse_attention_torch
+from .sparse import wide as _wide
 
 # Tokens per KDA chunk. Decays are formed as exponents of differences inside a chunk, a [C, C, K] tensor per head.
 KDA_CHUNK = 16
@@ -35,6 +44,9 @@ CONV_KERNEL_WIDTHS = range(2, 9)
 ROW_KERNEL_WIDTH = 16384
 # What the kernels of the experts hold of a token's choices, of experts, and of the ranks of a matrix's adapters.
 EXPERT_KERNEL_SLOTS, EXPERT_KERNEL_EXPERTS, EXPERT_KERNEL_RANK = 32, 1024, 64
+# Indexers, and heads and latents (all of one, and its part that is the value), for which there are kernels.
+INDEX_KERNEL_HEADS, INDEX_KERNEL_WIDTHS = 64, (128, 64)
+SPARSE_KERNEL_HEADS, SPARSE_KERNEL_WIDTHS = 128, (576, 512)
 # The highest rank of an adapter that its kernel holds.
 LOW_RANK_KERNEL_RANK = 128
 # Logits held at a time by `linear_cross_entropy`, and rows in fp32 by `add_low_rank`.
@@ -52,10 +64,6 @@ PLANNED_LENGTH = 256
 ROW_TILE = 16
 # Decoded expert weights held at a time; one expert of the released Kimi-K3 takes 88 MB in fp32.
 DECODED_BYTES = 128 * 2**20
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def full_precision(function: Callable) -> Callable:
@@ -382,39 +390,102 @@ def delta_chunk(
     return o_MHV.to(dtype), torch.empty_like(state).index_copy(0, chunks.rank_D, state)
 
 
+def _index_problem(q_TIK: torch.Tensor, relu: bool) -> str | None:
+    """Why the kernels cannot score keys this way, if so."""
+    _, heads, width = q_TIK.shape
+    if heads > INDEX_KERNEL_HEADS or width not in INDEX_KERNEL_WIDTHS:
+        return f"the indexer has {heads} heads of {width}, not up to {INDEX_KERNEL_HEADS} of 128 or 64"
+    return None if relu else "the indexer has no ReLU"
+
+
+def _sparse_problem(q_TNL: torch.Tensor, value_width: int) -> str | None:
+    """Why the kernels cannot attend to latents of this shape, if so."""
+    _, heads, width = q_TNL.shape
+    if heads > SPARSE_KERNEL_HEADS or (width, value_width) != SPARSE_KERNEL_WIDTHS:
+        return f"{heads} heads attend to {width} numbers, {value_width} of them values, not up to 128 to 576 and 512"
+    return None
+
+
 @full_precision
-def index_scores(q_BTNK: torch.Tensor, k_BSK: torch.Tensor, weight_BTN: torch.Tensor) -> torch.Tensor:
-    """Lightning-indexer scores [B, T, S] in fp32: sum over index heads of weight * relu(K ** -0.5 q . k)."""
-    dots_BTNS = torch.einsum("btnk,bsk->btns", _wide(q_BTNK), _wide(k_BSK)) * q_BTNK.shape[-1] ** -0.5
-    return torch.einsum("btns,btn->bts", F.relu(dots_BTNS), _wide(weight_BTN))
-
-
 @torch.no_grad()
-def index_topk(score_BTS: torch.Tensor, mask_BTS: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best visible keys of every query, ascending; -1 where fewer are visible. int64 [B, T, min(k, S)].
-
-    Of equal scores (ReLU makes many zeros) the earlier key wins, so that the choice does not depend on how the
-    sequence was cut into calls.
-    """
-    S = score_BTS.shape[-1]
-    k = min(k, S)
-    score = score_BTS.masked_fill(~mask_BTS, -torch.inf)
-    threshold = score.topk(k, dim=-1).values[..., -1:]
-    above = score > threshold
-    tied = (score == threshold) & mask_BTS
-    chosen = above | (tied & (tied.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
-    # The largest of S - position are the earliest chosen positions, in ascending order.
-    place = S - torch.arange(S, device=score.device)
-    first = torch.where(chosen, place, 0).topk(k, dim=-1).values
-    return torch.where(first > 0, S - first, -1)
+def index_topk(
+    q_TIK: torch.Tensor,
+    k_SK: torch.Tensor,
+    weight_TI: torch.Tensor,
+    first_T: torch.Tensor,
+    end_T: torch.Tensor,
+    k: int,
+    relu: bool = True,
+    kernels: str = "torch",
+) -> torch.Tensor:
+    """The k best keys of every query by the scores of the indexer (sparse.py): int32 [T, k]."""
+    if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=_index_problem(q_TIK, relu)):
+        return kernel.index_topk(q_TIK, k_SK, weight_TI, first_T, end_T, k)
+    return index_topk_torch(q_TIK, k_SK, weight_TI, first_T, end_T, k, relu)
 
 
-def selection_mask(index_BTK: torch.Tensor, mask_BTS: torch.Tensor) -> torch.Tensor:
-    """bool [B, T, S]: the keys listed in `index_topk`'s result that are also visible."""
-    S = mask_BTS.shape[-1]
-    chosen = torch.zeros(*mask_BTS.shape[:-1], S + 1, dtype=torch.bool, device=mask_BTS.device)
-    chosen.scatter_(-1, torch.where(index_BTK < 0, S, index_BTK), True)
-    return chosen[..., :S] & mask_BTS
+@full_precision
+def sparse_attention(
+    q_TNL: torch.Tensor,
+    kv_SL: torch.Tensor,
+    index_Tk: torch.Tensor,
+    scale: float,
+    value_width: int,
+    sink_N: torch.Tensor | None = None,
+    kernels: str = "torch",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the listed keys (sparse.py): output [T, N, V] and fp32 log-sum-exp [T, N]."""
+    problem = _sparse_problem(q_TNL, value_width)
+    if kernel := kernel_for("sparse_attention", kernels, q_TNL, kv_SL, problem=problem):
+        return kernel.sparse_attention(q_TNL, kv_SL, index_Tk, scale, value_width=value_width, sink_N=sink_N)
+    return sparse_attention_torch(q_TNL, kv_SL, index_Tk, scale, value_width, sink_N)
+
+
+@full_precision
+@torch.no_grad()
+def head_probabilities(
+    q_TNL: torch.Tensor,
+    kv_SL: torch.Tensor,
+    index_Tk: torch.Tensor,
+    lse_TN: torch.Tensor,
+    scale: float,
+    value_width: int,
+    kernels: str = "torch",
+) -> torch.Tensor:
+    """What all heads of `sparse_attention` together give to each listed key (sparse.py): fp32 [T, k]."""
+    problem = _sparse_problem(q_TNL, value_width)
+    if kernel := kernel_for("sparse_attention", kernels, q_TNL, kv_SL, problem=problem):
+        return kernel.head_probabilities(q_TNL, kv_SL, index_Tk, lse_TN, scale)
+    return head_probabilities_torch(q_TNL, kv_SL, index_Tk, lse_TN, scale)
+
+
+@full_precision
+def indexer_loss(
+    q_TIK: torch.Tensor,
+    k_SK: torch.Tensor,
+    weight_TI: torch.Tensor,
+    index_Tk: torch.Tensor,
+    target_Tk: torch.Tensor,
+    relu: bool = True,
+    kernels: str = "torch",
+) -> torch.Tensor:
+    """Divergence of the indexer's choice among the listed keys from the target (sparse.py): fp32 [T]."""
+    if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=_index_problem(q_TIK, relu)):
+        return kernel.indexer_loss(q_TIK, k_SK, weight_TI, index_Tk, target_Tk)
+    return indexer_loss_torch(q_TIK, k_SK, weight_TI, index_Tk, target_Tk, relu)
+
+
+@full_precision
+def dense_indexer_loss(
+    teacher: Teacher,
+    student: Student,
+    first_T: torch.Tensor,
+    end_T: torch.Tensor,
+    pools: Pools | None = None,
+    relu: bool = True,
+) -> torch.Tensor:
+    """Divergence of the indexer's scores from attention to all visible keys (sparse.py): fp32 [T]. No kernel."""
+    return dense_indexer_loss_torch(teacher, student, first_T, end_T, pools, relu)
 
 
 def attention(
@@ -424,41 +495,69 @@ def attention(
     mask_BTS: torch.Tensor,
     scale: float,
     fused: bool,
+    sink_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Masked softmax attention [B, N, T, V]: softmax in fp32, probabilities rounded to the query dtype.
 
-    fused: torch's scaled_dot_product_attention instead of the explicit product (same mathematics, less memory).
+    fused: torch's scaled_dot_product_attention instead of the explicit product (same mathematics, less memory), where
+    there are no sinks. sink_N: one more logit per head, not scaled, whose probability is dropped.
     """
-    if fused:
+    if fused and sink_N is None:
         return F.scaled_dot_product_attention(q_BNTK, k_BNSK, v_BNSV, attn_mask=mask_BTS.unsqueeze(1), scale=scale)
     score = (q_BNTK @ k_BNSK.transpose(2, 3)) * scale
-    score = score.masked_fill(~mask_BTS.unsqueeze(1), -torch.inf)
-    return torch.softmax(_wide(score), dim=-1).to(q_BNTK.dtype) @ v_BNSV
+    score = _wide(score.masked_fill(~mask_BTS.unsqueeze(1), -torch.inf))
+    if sink_N is None:
+        return torch.softmax(score, dim=-1).to(q_BNTK.dtype) @ v_BNSV
+    sink_BNT1 = _wide(sink_N).to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)
+    share = torch.softmax(torch.cat([score, sink_BNT1], dim=-1), dim=-1)[..., :-1]
+    return share.to(q_BNTK.dtype) @ v_BNSV
 
 
 def causal_attention(
-    q_BNTK: torch.Tensor, k_BNTK: torch.Tensor, v_BNTV: torch.Tensor, documents: Documents, scale: float
+    q_BNTK: torch.Tensor,
+    k_BNTK: torch.Tensor,
+    v_BNTV: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    fused: bool,
+    sink_N: torch.Tensor | None = None,
+    chosen_D: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention` of tokens to the earlier ones of their document, [B, N, T, V], by torch's fused kernels and without
-    a mask, which would rule out the fast ones. Zeros at padding."""
-    if not documents.packed and documents.valid_BT is None:
-        return _fused_causal(q_BNTK, k_BNTK, v_BNTV, scale)
+    """`attention` of tokens to the earlier ones of their document, [B, N, T, V], document by document: a mask over the
+    whole batch would rule out torch's fast kernels. Zeros at padding, and where bool chosen_D leaves a document out."""
+    if not documents.packed and documents.valid_BT is None and chosen_D is None:
+        return _causal(q_BNTK, k_BNTK, v_BNTV, scale, fused, sink_N)
     lengths = documents.length_D.tolist()
+    chosen = [True] * len(lengths) if chosen_D is None else chosen_D.tolist()
     parts = [documents.pack(x.transpose(1, 2)).transpose(0, 1).split(lengths, dim=1) for x in (q_BNTK, k_BNTK, v_BNTV)]
     # The empty part keeps a batch of padding alone in the graph.
     outputs_NtV = [v_BNTV[0, :, :0]]
-    for length, *qkv_NtK in zip(lengths, *parts, strict=True):
-        # A kernel is planned for every length; no real token looks at zeros behind the end.
-        padded = F.pad(torch.cat(qkv_NtK, dim=-1), (0, 0, 0, -length % PLANNED_LENGTH))
-        q, k, v = padded.unsqueeze(0).split([x.shape[-1] for x in qkv_NtK], dim=-1)
-        outputs_NtV.append(_fused_causal(q, k, v, scale)[0, :, :length])
+    for length, computed, *qkv_NtK in zip(lengths, chosen, *parts, strict=True):
+        if computed:
+            # A kernel is planned for every length; no real token looks at zeros behind the end.
+            padded = F.pad(torch.cat(qkv_NtK, dim=-1), (0, 0, 0, -length % PLANNED_LENGTH if fused else 0))
+            q, k, v = padded.unsqueeze(0).split([x.shape[-1] for x in qkv_NtK], dim=-1)
+            outputs_NtV.append(_causal(q, k, v, scale, fused, sink_N)[0, :, :length])
+        else:
+            outputs_NtV.append(torch.zeros_like(qkv_NtK[2]))
     return documents.unpack(torch.cat(outputs_NtV, dim=1).transpose(0, 1)).transpose(1, 2)
 
 
-def _fused_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    # torch's own order tries cuDNN late, which is the fastest by far where keys are wider than values
-    with sdpa_kernel(SDPA_ORDER, set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+def _causal(
+    q_BNTK: torch.Tensor,
+    k_BNTK: torch.Tensor,
+    v_BNTV: torch.Tensor,
+    scale: float,
+    fused: bool,
+    sink_N: torch.Tensor | None,
+) -> torch.Tensor:
+    if fused and sink_N is None:
+        # torch's own order tries cuDNN late, which is the fastest by far where keys are wider than values
+        with sdpa_kernel(SDPA_ORDER, set_priority=True):
+            return F.scaled_dot_product_attention(q_BNTK, k_BNTK, v_BNTV, is_causal=True, scale=scale)
+    T = q_BNTK.shape[2]
+    mask_1TT = torch.ones(1, T, T, dtype=torch.bool, device=q_BNTK.device).tril()
+    return attention(q_BNTK, k_BNTK, v_BNTV, mask_1TT, scale, fused, sink_N)
 
 
 def route(

@@ -33,12 +33,20 @@ from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, files, lora, monitor
 from modeling_latentmoe.training.agreement import check_same_start
 from modeling_latentmoe.training.arguments import option
+from modeling_latentmoe.training.attention_mass import attention_of, describe, evaluate_choice
 from modeling_latentmoe.training.balance import AuxiliaryLoss, Balancing, QuantileBalancing, check_router
 from modeling_latentmoe.training.evaluate import evaluate
 from modeling_latentmoe.training.expert_adapters import initialise_adapters
 from modeling_latentmoe.training.expert_homes import keep_off_device
 from modeling_latentmoe.training.flops import forward_flops_per_token
 from modeling_latentmoe.training.gradients import clip_grad_norm, reduce_expert_gradients
+from modeling_latentmoe.training.indexer import (
+    INDEXER_FILE,
+    indexer_parameters,
+    read_indexers,
+    set_indexers,
+    train_indexers,
+)
 from modeling_latentmoe.training.loading import (
     SHIPPED_MODEL,
     checkpoint_activations,
@@ -50,10 +58,11 @@ from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, g
 from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
 from modeling_latentmoe.training.parallelize import parallelize, start_processes, told_failures
 from modeling_latentmoe.training.placement import check_placement, decide, parse_placement
-from modeling_latentmoe.training.router_bias import read_biases, set_biases
+from modeling_latentmoe.training.router_bias import BIAS_FILE, read_biases, set_biases
 from modeling_latentmoe.training.rows import Rows, open_dataset
 from modeling_latentmoe.training.tiers import Tiers
 from modeling_latentmoe.training.trained_state import prepare_moments
+from modeling_latentmoe.training.values import full_value
 
 
 @dataclass(frozen=True)
@@ -89,10 +98,14 @@ class Arguments:
         "none", "even loads of experts: a loss, or Quantile Balancing of the routers' selection biases"
     )
     auxiliary_coefficient: float = option(1e-3, "weight of the loss of --balance auxiliary")
+    train_indexer: Literal["warmup", "sparse"] | None = option(
+        None, "train the indexers of sparse attention: first alone under dense attention, then with the adapter"
+    )
     timeout: int = option(1800, "seconds until a process that does not answer is given up")
     lr: float = option(1.5e-3, "peak learning rate of everything without a rate of its own")
     lr_kda: float | None = option(None, "peak learning rate of the linear-attention (KDA) layers")
     lr_attention: float | None = option(None, "peak learning rate of the full and sparse attention layers")
+    lr_indexer: float | None = option(None, "peak learning rate of the indexers of sparse attention")
     lr_experts: float | None = option(None, "peak learning rate of the routed experts")
     lr_projector: float | None = option(None, "peak learning rate of the image projector")
     warmup: float = option(0.05, "share of the run in which the rates rise; a cosine to zero follows")
@@ -128,7 +141,7 @@ class Arguments:
         for name in (*counts, "keep", "max_steps", "ep", "timeout"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
-        rates = ("lr", "lr_kda", "lr_attention", "lr_experts", "lr_projector")
+        rates = ("lr", "lr_kda", "lr_attention", "lr_indexer", "lr_experts", "lr_projector")
         for name in ("epochs", *rates, "lora_alpha", "capacity_factor", "auxiliary_coefficient", "adam_epsilon"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -144,6 +157,11 @@ class Arguments:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**32")
         parse_placement(self.experts_in)
+        if self.train_indexer == "warmup":
+            if self.adapter:
+                raise ValueError("--train_indexer warmup learns from the attention of the base, leave out --adapter")
+            if self.balance != "none":
+                raise ValueError(f"--train_indexer warmup: routers are frozen, leave out --balance {self.balance}")
         if self.adapter and Path(self.output_dir).resolve() in (path := Path(self.adapter).resolve(), *path.parents):
             raise ValueError(f"--adapter {self.adapter} lies in --output_dir, which a new run clears")
         if self.eval_every < 0:
@@ -252,11 +270,16 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     if args.gradient_checkpointing != "none":
         checkpoint_activations(base, selective=args.gradient_checkpointing == "selective")
     initialise_adapters(model, args.seed)
-    given_biases = {}
+    given = {BIAS_FILE: {}, INDEXER_FILE: {}}
     if args.adapter and resume_from is None:
-        given_biases = lora.fill_adapter(model, args.adapter, identity)
-    rates = {"kda": args.lr_kda, "attention": args.lr_attention, "experts": args.lr_experts}
-    rates |= {"projector": args.lr_projector, "dense": args.lr}
+        given = lora.fill_adapter(model, args.adapter, identity)
+    elif resume_from is not None:
+        given = {BIAS_FILE: read_biases(resume_from, base), INDEXER_FILE: read_indexers(resume_from, base)}
+        set_indexers(base, given[INDEXER_FILE])
+    if args.train_indexer:
+        train_indexers(base, alone=args.train_indexer == "warmup")
+    rates = {"kda": args.lr_kda, "attention": args.lr_attention, "indexer": args.lr_indexer}
+    rates |= {"experts": args.lr_experts, "projector": args.lr_projector, "dense": args.lr}
     groups = lora.parameter_groups(model, {name: args.lr if lr is None else lr for name, lr in rates.items()})
     accelerator.print(storage, lora.trainable_line(model, groups), sep="\n")
     optimizer = torch.optim.AdamW(groups, eps=args.adam_epsilon, weight_decay=args.weight_decay)
@@ -278,8 +301,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         batches.load_state_dict(position)
         # else --epochs would end early by these rows
         rows_done -= repeated
-        given_biases = read_biases(resume_from, base)
-        set_biases(base, given_biases)
+        set_biases(base, given[BIAS_FILE])
         if balancing is not None:
             balancing.load(state["balancing"])
         accelerator.print(f"continuing from {resume_from}")
@@ -298,15 +320,28 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     def measure(when: str) -> None:
         if held_out is not None:
             limits = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens}
-            result = evaluate(accelerator, model, processor, held_out, thinking=args.thinking, **limits)
+            with attention_of(base, dense=False):
+                result = evaluate(accelerator, model, processor, held_out, thinking=args.thinking, **limits)
+            if args.train_indexer:
+                limits = {"batch_size": args.batch_size, "thinking": args.thinking}
+                result |= evaluate_choice(accelerator, model, processor, held_out, **limits)
             result |= tiers.figures()
             metrics.add(step=step, **result)
             accelerator.log(result, step=step)
             accuracy, loss, n = (result[f"eval_{name}"] for name in ("accuracy", "loss", "samples"))
             accelerator.print(f"{when}: {accuracy:.1%} of {n} held-out answers are exact, loss {loss:.4f}")
+            if args.train_indexer:
+                accelerator.print(describe(result))
 
     def biases() -> dict[str, torch.Tensor]:
-        return (balancing.biases() if balancing else {}) or given_biases
+        return (balancing.biases() if balancing else {}) or given[BIAS_FILE]
+
+    def learned(biases: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+        """What lies beside the adapter; every process calls it."""
+        indexers = given[INDEXER_FILE]
+        if args.train_indexer:
+            indexers = {name: full_value(value) for name, value in indexer_parameters(base).items()}
+        return {BIAS_FILE: biases, INDEXER_FILE: indexers}
 
     saved = step
 
@@ -320,7 +355,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         state["balancing"] = balancing.state() if balancing else {}
         position = batches.state_dict()
         checkpoint.save_checkpoint(
-            accelerator, model, mesh, output, identity, optimizer, biases(), state, position, args.keep
+            accelerator, model, mesh, output, identity, optimizer, learned(biases()), state, position, args.keep
         )
         saved = step
 
@@ -328,7 +363,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         if last_good is not None:
             values, good_biases = last_good
             lora.restore(trained, values)
-            checkpoint.save_whole_adapter(model, mesh, output, identity, good_biases)
+            checkpoint.save_whole_adapter(model, mesh, output, identity, learned(good_biases))
             return f"the adapter of step {step - 1} is in {output}"
         if resume_from is not None:
             # the checkpoint's own weights gave this loss
@@ -361,12 +396,12 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
 
-            loss, step_load, auxiliary, dropped = backpropagate(
+            loss, step_load, auxiliary, indexer, dropped = backpropagate(
                 accelerator, wrapped, window, n_tokens, n_read, balancing, args.capacity_factor
             )
             reduce_expert_gradients(model, mesh)
             norms = clip_grad_norm(model, mesh, args.max_grad_norm)
-            if not math.isfinite(loss + norms.total):
+            if not math.isfinite(loss + indexer + norms.total):
                 what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}"
                 raise FloatingPointError(f"{what}; {keep_last_good()}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
@@ -385,6 +420,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             record = {"loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
             record |= {"lr": args.lr * factor, "done": done}
             record |= {"tokens": n_tokens, "tokens_per_s": speed, "dropped": dropped, "auxiliary_loss": auxiliary}
+            if args.train_indexer:
+                record["indexer_loss"] = indexer
             record |= monitor.load_figures(step_load) | monitor.peak_memory() | tiers.figures()
             # forward and input gradients
             record["tflops"] = 2 * forward_flops_per_token(base.config.get_text_config(), length) * speed / 1e12
@@ -406,7 +443,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     accelerator.print(f"left out: {too_long} samples over --max_length, {bad_images} unreadable images")
     for line in tiers.summary():
         accelerator.print(line)
-    checkpoint.save_whole_adapter(model, mesh, output, identity, biases())
+    checkpoint.save_whole_adapter(model, mesh, output, identity, learned(biases()))
     if is_main:
         monitor.draw(metrics, load, output / "training.png")
         card = monitor.model_card(

@@ -39,6 +39,7 @@ from modeling_latentmoe.image_processing_latentmoe import LatentMoEImageProcesso
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.mxfp4 import encode, storage_report
 from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
+from modeling_latentmoe.sparse import index_scores
 from modeling_latentmoe.tokenization_latentmoe import tiny_tokenizer
 
 # ---------------------------------------------------------------------------------------------- pictures
@@ -490,7 +491,8 @@ class IndexerLoss:
             teacher = torch.stack([self.attention(*item) for item in group]).mean(0)
             with torch.no_grad():
                 c = owner.q_a_layernorm(owner.q_a_proj(x))
-            scores = owner.indexer.scores(x, c, owner.indexer.keys(x)).masked_fill(~mask, -torch.inf)
+            q, weight = owner.indexer.queries(x, c)
+            scores = index_scores(q, owner.indexer.keys(x), weight).masked_fill(~mask, -torch.inf)
             student = scores.log_softmax(-1).masked_fill(~mask, 0)
             divergence = (teacher * (teacher.clamp(min=1e-9).log() - student)).sum(-1)
             losses.append(divergence[documents.ids_BT >= 0].mean())

@@ -2,7 +2,7 @@
 
 output_dir/
   adapter_config.json  adapter_model.safetensors  base_model.json  README.md   the adapter, ready to share
-  router_bias.safetensors                                                      what Quantile Balancing learned
+  router_bias.safetensors  indexer.safetensors          what Quantile Balancing and --train_indexer learned, if they did
   run.yaml  metrics.jsonl  training.png                                        how it was made
   checkpoint-000100/   the adapter, whole; trained/: weights and moments, each process' part in a file of its own;
                        state.pt: random state and position in the data of every process
@@ -19,6 +19,7 @@ import pickle
 import re
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -35,13 +36,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from modeling_latentmoe.training.agreement import check_copies
 from modeling_latentmoe.training.expert_adapters import gather_adapter
 from modeling_latentmoe.training.files import LOAD_FOLDER, TEMPORARY, write_text
+from modeling_latentmoe.training.indexer import INDEXER_FILE
 from modeling_latentmoe.training.lora import BASE_FILE
-from modeling_latentmoe.training.router_bias import BIAS_FILE, write_biases
+from modeling_latentmoe.training.router_bias import BIAS_FILE
 from modeling_latentmoe.training.trained_state import load_trained_state, save_trained_state
+from modeling_latentmoe.training.values import write_values
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", BASE_FILE)
-RUN_FILES = (*ADAPTER_FILES, BIAS_FILE, "README.md", "run.yaml", "metrics.jsonl", "training.png")
+RUN_FILES = (*ADAPTER_FILES, BIAS_FILE, INDEXER_FILE, "README.md", "run.yaml", "metrics.jsonl", "training.png")
 TRAINED = "trained"
+Beside = Mapping[str, Mapping[str, Tensor]]
 # a resumed run may differ from the interrupted one in these alone
 FREE_ON_RESUME = {
     "resume",
@@ -144,19 +148,20 @@ def save_adapter(
     folder: Path,
     identity: dict[str, str],
     factors: dict[str, Tensor] | None = None,
-    biases: dict[str, Tensor] | None = None,
+    beside: Beside | None = None,
 ) -> None:
     """Write the adapter, in PEFT's standard files, and beside it which base model it belongs to.
 
-    factors: those of the whole model (`gather_adapter`), where this process holds only a part. biases: of its routers,
-    if they were trained.
+    factors: those of the whole model (`gather_adapter`), where this process holds only a part. beside: what else was
+    learned, name of a file -> its tensors (values.py).
     """
     partial = folder / f"adapter{TEMPORARY}"
     model.save_pretrained(partial, is_main_process=True, state_dict=factors)
     write_text(partial / BASE_FILE, json.dumps(identity, indent=2) + "\n")
-    if biases:
-        write_biases(partial, biases)
-    for file in (*ADAPTER_FILES, *([BIAS_FILE] if biases else [])):
+    learned = {file: values for file, values in (beside or {}).items() if values}
+    for file, values in learned.items():
+        write_values(partial / file, values)
+    for file in (*ADAPTER_FILES, *learned):
         os.replace(partial / file, folder / file)
     shutil.rmtree(partial)
 
@@ -166,13 +171,13 @@ def save_whole_adapter(
     mesh: DeviceMesh,
     folder: Path,
     identity: dict[str, str],
-    biases: dict[str, Tensor] | None = None,
+    beside: Beside | None = None,
 ) -> None:
     """`save_adapter` by the first process, from what all of them hold; every process calls it."""
     check_copies(model, mesh)
     factors = gather_adapter(model, mesh)
     if factors:
-        save_adapter(model, folder, identity, factors, biases)
+        save_adapter(model, folder, identity, factors, beside)
 
 
 def save_checkpoint(
@@ -182,7 +187,7 @@ def save_checkpoint(
     folder: Path,
     identity: dict[str, str],
     optimizer: torch.optim.Optimizer,
-    biases: dict[str, Tensor],
+    beside: Beside,
     state: dict[str, Any],
     position: dict[str, Any],
     keep: int,
@@ -200,7 +205,7 @@ def save_checkpoint(
         partial.mkdir()
     accelerator.wait_for_everyone()
     save_trained_state(partial / TRAINED, model, optimizer, mesh)
-    save_whole_adapter(model, mesh, partial, identity, biases)
+    save_whole_adapter(model, mesh, partial, identity, beside)
     if accelerator.is_main_process:
         torch.save({"state": state, "processes": processes}, partial / "state.pt")
         os.replace(partial, final)

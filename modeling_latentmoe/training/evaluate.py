@@ -1,6 +1,6 @@
 """Held-out loss, and accuracy of freely generated answers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -38,27 +38,32 @@ def evaluate(
     was_training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)  # loss, tokens, right answers, answers
-    remaining = iter(chats)
-    while True:
-        group = list(islice(remaining, batch_size))
-        if not any(global_sum(accelerator, len(group))):
-            break
-        batch = encode(model, [encode_chat(processor, chat, thinking) for chat in group or [IDLE]], processor)
+    for group, batch in held_out_batches(accelerator, model, processor, chats, batch_size, thinking):
         loss = model(**batch, num_items_in_batch=1, return_logits=False).loss
         answers = generate_answers(accelerator, model, processor, group or [IDLE], max_new_tokens, thinking)
         right = sum(answer.strip() == chat.answer.strip() for answer, chat in zip(answers, group, strict=False))
         if group:
             counts = [loss.item(), count_loss_tokens(batch["labels"]), right, len(group)]
             sums += torch.tensor(counts, dtype=torch.float64)
-    for module in model.modules():
-        # FSDP keeps what it gathered, always at the root, for a backward pass that does not come
-        if isinstance(module, FSDPModule):
-            module.reshard()
     model.train(was_training)
     loss, tokens, right, answers = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     if not answers:
         raise ValueError("--eval_dataset has no rows")
     return {"eval_loss": loss / tokens, "eval_accuracy": right / answers, "eval_samples": int(answers)}
+
+
+def held_out_batches(
+    accelerator: Accelerator, model: Any, processor: Any, chats: Iterable[Chat], batch_size: int, thinking: bool
+) -> Iterator[tuple[list[Chat], dict[str, Tensor]]]:
+    """The chats of this process in groups, and each group as a batch; without chats of its own, while other processes
+    still have some, a process gets an idle batch for no chats."""
+    remaining = iter(chats)
+    while any(global_sum(accelerator, len(group := list(islice(remaining, batch_size))))):
+        yield group, encode(model, [encode_chat(processor, chat, thinking) for chat in group or [IDLE]], processor)
+    for module in model.modules():
+        # FSDP keeps what it gathered, always at the root, for a backward pass that does not come
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def encode(model: Any, samples: list[Sample], processor: Any, left: bool = False) -> dict[str, Tensor]:

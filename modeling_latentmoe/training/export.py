@@ -20,6 +20,7 @@ from modeling_latentmoe.conversion import FLOAT_LEAVES, MATRICES, expected_tenso
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.training.factors import CONFIG_FILE, WEIGHTS_FILE, Adapter, list_faults
 from modeling_latentmoe.training.files import new_folder
+from modeling_latentmoe.training.indexer import INDEXER_FILE
 from modeling_latentmoe.training.lora import BASE_FILE, EXPERT_TARGETS, read_json
 from modeling_latentmoe.training.preflight import read_config
 from modeling_latentmoe.training.router_bias import BIAS_FILE
@@ -32,7 +33,7 @@ def export(folder: Path, out: Path) -> int:
     ValueError for an adapter that is damaged or not understood, for stacked experts of some layers only, and for one
     that was trained with router biases of its own.
     """
-    check_no_biases(folder)
+    check_no_more_learned(folder)
     adapter = Adapter(folder)
     adapter.check_trained()
     scale = Counter(part.pair.scale for part in adapter.parts.values()).most_common(1)[0][0]
@@ -56,13 +57,15 @@ def export(folder: Path, out: Path) -> int:
     return len(adapter.parts)
 
 
-def check_no_biases(folder: Path) -> None:
-    """ValueError for an adapter with router biases: servers would apply it to a model that routes in another way."""
-    if (folder / BIAS_FILE).is_file():
-        raise ValueError(
-            f"{folder / BIAS_FILE}: the adapter changes the routers' biases, which servers do not read from an "
-            "adapter; use scripts/merge_adapter.py instead"
-        )
+def check_no_more_learned(folder: Path) -> None:
+    """ValueError for an adapter with router biases or indexers: servers would apply it to a model that routes, or
+    chooses keys, in another way."""
+    for file, what in ((BIAS_FILE, "the routers' biases"), (INDEXER_FILE, "the indexers")):
+        if (folder / file).is_file():
+            raise ValueError(
+                f"{folder / file}: the adapter changes {what}, which servers do not read from an adapter; use "
+                "scripts/merge_adapter.py instead"
+            )
 
 
 def exported_config(adapter: Adapter, scale: float) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def check(folder: Path, model: Path) -> int:
     model: a checkpoint folder or a config.json; weights are not needed. One ValueError lists what does not land, has
     another shape or is not selected by the adapter's config, and modules that the config selects without factors.
     """
-    check_no_biases(folder)
+    check_no_more_learned(folder)
     adapter = Adapter(folder)
     adapter.check_trained()
     shapes = released_matrices(read_config(model))

@@ -52,7 +52,8 @@ def _mean_keys(length: int, most: int) -> float:
 def _indexer(config: LatentMoETextConfig, length: int) -> float:
     N, K = config.index_n_heads, config.index_head_dim
     projections = config.q_lora_rank * N * K + config.hidden_size * (K + N)
-    scored = _mean_keys(length, length) if length > config.index_topk else 0
+    projections += config.hidden_size * K if config.index_kpool > 1 else 0
+    scored = _mean_keys(length, length) / config.index_kpool if length > config.index_topk else 0
     return 2 * projections + 2 * N * K * scored
 
 

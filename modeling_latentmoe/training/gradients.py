@@ -81,8 +81,11 @@ def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> Norms
 
 
 def target_of(model: nn.Module, name: str) -> str:
-    """What LoRA adapts with the parameter of this full name, such as "q_proj" or "experts.down_proj"; the name of any
-    other parameter."""
+    """What LoRA adapts with the parameter of this full name, such as "q_proj" or "experts.down_proj", or which part
+    of an indexer it is; the name of any other parameter."""
+    _, indexer, part = name.partition(".indexer.")
+    if indexer:
+        return f"indexer.{part}"
     owner, lora, _ = name.partition(".lora_")
     if not lora:
         return name

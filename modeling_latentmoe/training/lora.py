@@ -34,6 +34,7 @@ from transformers import PreTrainedConfig
 
 from modeling_latentmoe.training.dense_lora import fuse_dense
 from modeling_latentmoe.training.expert_adapters import held_experts, slice_adapter
+from modeling_latentmoe.training.indexer import INDEXER_FILE, read_indexers, set_indexers
 from modeling_latentmoe.training.mesh import is_expert
 from modeling_latentmoe.training.router_bias import BIAS_FILE, read_biases, set_biases
 
@@ -60,6 +61,8 @@ VOLATILE = {
     "quantization_config",
     "transformers_version",
 }
+# config fields that earlier versions did not write, and what they mean where they are absent
+ADDED = {"index_relu": True, "index_kpool": 1, "index_kpool_always_select_tail": True, "learnable_sink": False}
 
 
 def add_adapter(
@@ -180,8 +183,8 @@ def check_adapter(
 
 
 def parameter_groups(model: nn.Module, rates: dict[str, float]) -> list[dict]:
-    """Optimizer groups of the trainable parameters: "kda", "attention", "experts", "projector" and "dense"
-    (the rest).
+    """Optimizer groups of the trainable parameters: "kda", "attention", "indexer", "experts", "projector"
+    and "dense" (the rest).
 
     `rates` gives each group's peak learning rate; a group without parameters is left out. Works on the
     wrapped model.
@@ -201,6 +204,8 @@ def group_of(name: str, layer_types: list[str]) -> str:
         return "projector"
     if ".experts." in name:
         return "experts"
+    if ".indexer." in name:
+        return "indexer"
     if layer and layer[2]:
         return "kda" if layer_types[int(layer[1])] == "linear_attention" else "attention"
     return "dense"
@@ -249,6 +254,9 @@ def base_digest(config: PreTrainedConfig, rows: dict[str, Tensor]) -> str:
     for part in (fields, fields.get("text_config", {}), fields.get("vision_config") or {}):
         for field in VOLATILE:
             part.pop(field, None)
+        for field, value in ADDED.items():
+            if part.get(field) == value:
+                del part[field]
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     for _, row in sorted(rows.items()):
         digest.update(row.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
@@ -258,14 +266,14 @@ def base_digest(config: PreTrainedConfig, rows: dict[str, Tensor]) -> str:
 def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> PeftModel:
     """Put the adapter of folder or Hub id `adapter` on `model`, strictly.
 
-    The router biases that were learned with it, if there are any, replace those of `model` (see router_bias.py; stock
-    PEFT does not know them). Raises ValueError where a file is damaged, where it belongs to another base model or
+    Router biases and indexers that were learned with it, if there are any, replace those of `model` (see values.py;
+    stock PEFT does not know them). Raises ValueError where a file is damaged, where it belongs to another base model or
     where one tensor of a file is not used.
     """
     folder = adapter_folder(adapter)
     stored = check_files(folder)
     check_base(folder, adapter, base_identity(model, ""))
-    biases = read_biases(folder, model)
+    biases, indexers = read_biases(folder, model), read_indexers(folder, model)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -278,14 +286,16 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
     check_used(adapter, stored, peft_model)
     set_biases(model, biases)
     fuse_dense(peft_model)
+    set_indexers(model, indexers)
     return peft_model
 
 
-def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> dict[str, Tensor]:
+def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> dict[str, dict[str, Tensor]]:
     """Give the factors of `model`, which `add_adapter` made, the values of folder or Hub id `adapter`, strictly.
 
-    `model` may hold a share of the experts; `identity` is that of its base (`base_identity`). Router biases as in
-    `load_adapter`; they are returned. Raises ValueError too where ranks or scales are others.
+    `model` may hold a share of the experts; `identity` is that of its base (`base_identity`). Router biases and
+    indexers as in `load_adapter`; they are returned, by the name of their file. Raises ValueError too where ranks or
+    scales are others.
     """
     folder = adapter_folder(adapter)
     stored = check_files(folder)
@@ -297,7 +307,8 @@ def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> di
         if mine != other:
             raise ValueError(f"--adapter {adapter} has {field} {other}, this run asks for {mine}")
     check_used(adapter, stored, model)
-    biases = read_biases(folder, model.get_base_model())
+    base = model.get_base_model()
+    biases, indexers = read_biases(folder, base), read_indexers(folder, base)
     factors = load_file(folder / "adapter_model.safetensors")
     bad = [name for name, factor in factors.items() if not factor.isfinite().all()]
     if bad:
@@ -306,8 +317,9 @@ def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> di
         set_peft_model_state_dict(model, slice_adapter(model, factors))
     except RuntimeError as error:
         raise ValueError(f"--adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
-    set_biases(model.get_base_model(), biases)
-    return biases
+    set_biases(base, biases)
+    set_indexers(base, indexers)
+    return {BIAS_FILE: biases, INDEXER_FILE: indexers}
 
 
 def adapter_folder(adapter: str) -> Path:
@@ -317,7 +329,7 @@ def adapter_folder(adapter: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE]))
+            folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE, INDEXER_FILE]))
         except (ValueError, OSError) as error:
             raise ValueError(f"adapter {adapter}: there is no such folder, and no such Hub id ({error})") from error
     for file in ("adapter_config.json", "adapter_model.safetensors"):

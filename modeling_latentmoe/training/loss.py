@@ -37,12 +37,13 @@ def global_sum(accelerator: Accelerator, *counts: int) -> list[int]:
 
 class Step(NamedTuple):
     """What all processes computed together: the loss, and the expert load, int64 [MoE layers, E], empty for a model
-    without routed experts. auxiliary: loss of the balance, per token; dropped: assignments of tokens to experts beyond
-    their capacity."""
+    without routed experts. auxiliary, indexer: losses of the balance and of the indexers, per token; dropped:
+    assignments of tokens to experts beyond their capacity."""
 
     loss: float
     load: Tensor
     auxiliary: float = 0.0
+    indexer: float = 0.0
     dropped: int = 0
 
 
@@ -63,7 +64,7 @@ def backpropagate(
     # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole
     # window
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64)
     loads, dropped = [], 0
     for i, batch in enumerate(window):
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
@@ -74,19 +75,20 @@ def backpropagate(
             )
             loss = output.loss
             auxiliary = torch.zeros_like(loss)
+            indexer = torch.zeros_like(loss) if output.indexer_loss is None else output.indexer_loss
             if balancing is not None:
                 mask_BT = batch.get("attention_mask")
                 valid_T = None if mask_BT is None else mask_BT.bool().flatten()
                 auxiliary = balancing.observe(output.router_logits, valid_T)
-            # the balance is per token that was routed, the loss per token that was predicted
-            accelerator.backward(loss * scale + auxiliary * (scale * n_tokens / n_read))
-        sums += torch.stack([loss, auxiliary]).detach().double().cpu()
+            # balance and indexers are per token that was read, the loss per token that was predicted
+            accelerator.backward(loss * scale + (auxiliary + indexer) * (scale * n_tokens / n_read))
+        sums += torch.stack([loss, auxiliary, indexer]).detach().double().cpu()
         if output.expert_load is not None:
             loads.append(output.expert_load)
             if capacity_factor is not None:
                 dropped += count_drops(output.expert_load, capacity_factor)
-    loss, auxiliary = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+    loss, auxiliary, indexer = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     if not loads:
-        return Step(loss / n_tokens, torch.zeros(0, dtype=torch.int64))
+        return Step(loss / n_tokens, torch.zeros(0, dtype=torch.int64), indexer=indexer / n_read)
     load = accelerator.reduce(torch.stack(loads).sum(0), reduction="sum").cpu()
-    return Step(loss / n_tokens, load, auxiliary / n_read, *global_sum(accelerator, dropped))
+    return Step(loss / n_tokens, load, auxiliary / n_read, indexer / n_read, *global_sum(accelerator, dropped))

@@ -2,7 +2,7 @@
 
     W' = W + scale * B A     computed in fp32, then rounded to the form of W
 
-The selection biases that were learned with an adapter (see router_bias.py) replace those of the routers.
+Router biases and indexers that were learned with an adapter (see values.py) replace those of the base.
 
 Names, shards and every tensor that the adapter does not touch stay what they are, byte for byte. A shard without any
 touched tensor is copied and not linked: the result must not change with the base, and an adapter on experts leaves
@@ -38,8 +38,9 @@ from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGenerat
 from modeling_latentmoe.mxfp4 import decode, encode
 from modeling_latentmoe.training.factors import EXPERT, Adapter, group_of, list_faults
 from modeling_latentmoe.training.files import new_folder
+from modeling_latentmoe.training.indexer import read_indexers
 from modeling_latentmoe.training.lora import BASE_FILE, FINGERPRINT, base_digest, read_json
-from modeling_latentmoe.training.router_bias import read_biases
+from modeling_latentmoe.training.router_bias import LEAF, read_biases
 from modeling_latentmoe.training.shards import (
     Layout,
     copy_tensor,
@@ -160,8 +161,8 @@ class Rows(NamedTuple):
 class Report:
     """What a merge did.
 
-    records: matrix name -> its record. router_biases: name of a router's bias that the adapter brings -> the largest
-    change of one of its values.
+    records: matrix name -> its record. router_biases, indexers: name of a router's bias, or a part of an indexer, that
+    the adapter brings -> the largest change of one of its values.
     """
 
     base: str
@@ -169,6 +170,7 @@ class Report:
     experts: Form | None
     records: dict[str, Record] = field(default_factory=dict)
     router_biases: dict[str, float] = field(default_factory=dict)
+    indexers: dict[str, float] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """For people."""
@@ -193,6 +195,9 @@ class Report:
                 f"the biases of {len(self.router_biases):,} routers are those of the adapter, changed by at most "
                 f"{largest:.3g}"
             )
+        if self.indexers:
+            largest = max(self.indexers.values())
+            lines.append(f"the indexers are those of the adapter, changed by at most {largest:.3g}")
         return lines
 
     def modules(self, adapter: Adapter) -> dict[str, list[Record]]:
@@ -204,12 +209,12 @@ class Report:
 
 
 class Merger:
-    """The new value of every tensor of `checkpoint`. biases: those that come in their place, fp32, by name."""
+    """The new value of every tensor of `checkpoint`. learned: those that come in their place, fp32, by name."""
 
     def __init__(
-        self, checkpoint: Checkpoint, adapter: Adapter, experts: Form | None, biases: Mapping[str, Tensor]
+        self, checkpoint: Checkpoint, adapter: Adapter, experts: Form | None, learned: Mapping[str, Tensor]
     ) -> None:
-        self.checkpoint, self.adapter, self.biases = checkpoint, adapter, biases
+        self.checkpoint, self.adapter, self.learned = checkpoint, adapter, learned
         self.shapes = dict(checkpoint.matrices())
         self.report = Report(str(checkpoint.folder), str(adapter.folder), experts)
         self.decodes = experts == "bf16"
@@ -221,7 +226,7 @@ class Merger:
         layout = {}
         for name, stored in self.checkpoint.shards[file].items():
             matrix, _, leaf = name.rpartition(".")
-            if name in self.biases:
+            if name in self.learned:
                 # exact, whatever the base stores
                 layout[name] = ("F32", stored.shape)
             elif not self._changes_form(name) or leaf == WEIGHT:
@@ -237,7 +242,7 @@ class Merger:
     def _changes(self, name: str) -> bool:
         matrix, _, leaf = name.rpartition(".")
         merged = leaf in LEAVES and matrix in self.adapter.parts
-        return merged or name in self.biases or self._changes_form(name)
+        return merged or name in self.learned or self._changes_form(name)
 
     def _changes_form(self, name: str) -> bool:
         matrix, _, leaf = name.rpartition(".")
@@ -257,10 +262,11 @@ class Merger:
 
     def value(self, name: str) -> Tensor:
         """The new tensor of this name."""
-        if name in self.biases:
-            new_E = self.biases[name]
-            self.report.router_biases[name] = (new_E - self.checkpoint.read(name)).abs().max().item()
-            return new_E
+        if name in self.learned:
+            new = self.learned[name]
+            changes = self.report.router_biases if name.endswith(LEAF) else self.report.indexers
+            changes[name] = (new - self.checkpoint.read(name)).abs().max().item()
+            return new
         matrix, _, leaf = name.rpartition(".")
         return self._float(matrix) if leaf == WEIGHT else self._packed(matrix)[leaf == SCALE]
 
@@ -349,9 +355,9 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
 
     experts: the form of routed experts; None leaves them as they are stored. `out` appears in one step when it is
     complete, with the other files of `base` and the report. Every tensor of the adapter is used exactly once, those of
-    router biases beside it too. Raises ValueError, before anything is written, for an adapter that does not fit, that
-    was made for another base or whose factors are zero, and on the way where rounding has undone all of what a layer
-    or a stack of experts learned.
+    router biases and indexers beside it too. Raises ValueError, before anything is written, for an adapter that does
+    not fit or was made for another base; and, unless it brings indexers, before that for factors that are zero, and on
+    the way where rounding has undone all of what a layer or a stack of experts learned.
     """
     checkpoint, factors = Checkpoint(base), Adapter(adapter)
     if experts == "mxfp4" and not any(name.endswith(f".{PACKED}") for name in checkpoint.tensors):
@@ -360,11 +366,14 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
         model = LatentMoEForConditionalGeneration(checkpoint.config())
     check_checkpoint(model, checkpoint.shards, any(name.endswith(f".{PACKED}") for name in checkpoint.tensors))
     check_base(checkpoint, adapter)
-    merger = Merger(checkpoint, factors, experts, read_biases(adapter, model))
+    indexers = read_indexers(adapter, model)
+    merger = Merger(checkpoint, factors, experts, read_biases(adapter, model) | indexers)
     faults = factors.faults(merger.shapes)
     if faults:
         raise ValueError(f"adapter {adapter} does not fit {base}: {list_faults(faults)}")
-    factors.check_trained()
+    if not indexers:
+        # where indexers warmed up nothing else learned
+        factors.check_trained()
     layouts = {file: merger.layout(file) for file in checkpoint.shards}
     sizes = {file: data_bytes(layout) for file, layout in layouts.items()}
     total = sum(sizes.values())
@@ -379,7 +388,8 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
             for file in layouts:
                 if merger.touches(file):
                     merger.write(file, partial / file.name, bar)
-                    check_changed(merger.report, factors)
+                    if not indexers:
+                        check_changed(merger.report, factors)
                 else:
                     shutil.copyfile(file, partial / file.name)
                     bar.update(sizes[file])

@@ -8,11 +8,14 @@ from modeling_latentmoe.modeling_latentmoe import LatentMoEForCausalLM
 VOCABULARY = 50
 
 
-def small_model(head_dim: int = 64, heads: int = 2, layers: int = 3, conv_width: int = 4) -> LatentMoEForCausalLM:
-    """The last layer is MLA, all before it are KDA; the head is frozen, as in training."""
+def small_model(
+    head_dim: int = 64, heads: int = 2, layers: int = 3, conv_width: int = 4, **attention: int
+) -> LatentMoEForCausalLM:
+    """The last layer is MLA with fields `attention`, all before it are KDA; the head is frozen, as in training."""
     linear = {"kda_layers": list(range(1, layers)), "full_attn_layers": [layers]}
     linear |= {"num_heads": heads, "head_dim": head_dim, "short_conv_kernel_size": conv_width}
     linear |= {"use_full_rank_gate": True, "gate_lower_bound": -5.0}
+    fields = {"kv_lora_rank": 16, "qk_rope_head_dim": 8} | attention
     config = LatentMoETextConfig(
         num_hidden_layers=layers,
         vocab_size=VOCABULARY,
@@ -21,14 +24,13 @@ def small_model(head_dim: int = 64, heads: int = 2, layers: int = 3, conv_width:
         num_attention_heads=2,
         num_key_value_heads=2,
         q_lora_rank=24,
-        kv_lora_rank=16,
         qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
         v_head_dim=16,
         num_experts=0,
         attn_res_block_size=2,
         linear_attn_config=linear,
         pad_token_id=0,
+        **fields,
     )
     torch.manual_seed(0)
     model = LatentMoEForCausalLM(config)
@@ -61,8 +63,9 @@ def results(model: LatentMoEForCausalLM, batch: dict[str, torch.Tensor], kernels
     """Loss, logits where tokens are real, and all gradients."""
     model.config.kernels = kernels
     model.zero_grad()
-    loss = model(**batch, return_logits=False).loss
-    loss.backward()
+    output = model(**batch, return_logits=False)
+    loss = output.loss
+    (loss if output.indexer_loss is None else loss + output.indexer_loss).backward()
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], **borders(batch)).logits
     found = {"loss": loss.detach(), "logits": logits[batch["labels"] != -100]}

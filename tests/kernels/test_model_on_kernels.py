@@ -7,7 +7,7 @@ from small_model import assert_as_accurate, batches, results, small_model
 from modeling_latentmoe import kernel_loading
 
 # Those that a dense model uses; test_experts_on_kernels.py is about experts, test_adapters_on_kernels.py about LoRA.
-DENSE = sorted(kernel_loading.REPOSITORIES.keys() - {"low_rank"})
+DENSE = sorted(kernel_loading.REPOSITORIES.keys() - {"low_rank", "sparse_attention"})
 NAMES = [name for name in DENSE if kernel_loading._checkout(name) is not None]
 pytest.importorskip("triton")
 if not NAMES:

@@ -39,6 +39,12 @@ class Played:
             sort_slots=self.sort_slots, expert_mlp=self.expert_mlp, situ_glu=self.situ_glu, swiglu=self.swiglu
         )
         self.low_rank = SimpleNamespace(add_low_rank=self.add_low_rank)
+        self.sparse_attention = SimpleNamespace(
+            index_topk=self.index_topk,
+            sparse_attention=self.attend,
+            head_probabilities=self.head_probabilities,
+            indexer_loss=self.indexer_loss,
+        )
 
     def chunk_kda(
         self,
@@ -103,6 +109,27 @@ class Played:
         self.calls.append("add_low_rank")
         assert a.shape == (b.shape[1], x.shape[-1]) and b.shape[0] == y.shape[-1]
         return ops.add_low_rank(y, x, a, b, scaling)
+
+    def index_topk(self, q, k, weight, first, end, count):
+        self.calls.append("index_topk")
+        assert (q.ndim, k.ndim, weight.ndim) == (3, 2, 2) and weight.dtype == torch.float32
+        assert first.dtype == end.dtype == torch.int32 and len(first) == len(end) == len(q)
+        return ops.index_topk(q, k, weight, first, end, count)
+
+    def attend(self, q, kv, index, scale, value_width=512, sink_N=None):
+        self.calls.append("sparse_attention with sinks" if sink_N is not None else "sparse_attention")
+        assert index.dtype == torch.int32 and q.shape[-1] == kv.shape[-1]
+        return ops.sparse_attention(q, kv, index, scale, value_width, sink_N)
+
+    def head_probabilities(self, q, kv, index, lse, scale):
+        self.calls.append("head_probabilities")
+        assert lse.dtype == torch.float32 and not (q.requires_grad or kv.requires_grad)
+        return ops.head_probabilities(q, kv, index, lse, scale, 0)
+
+    def indexer_loss(self, q, k, weight, index, target):
+        self.calls.append("indexer_loss")
+        assert index.shape == target.shape and target.dtype == torch.float32
+        return ops.indexer_loss(q, k, weight, index, target)
 
     def sort_slots(self, ids, experts, capacity_factor=None):
         self.calls.append("sort_slots")
@@ -299,6 +326,53 @@ def test_adapters_run_on_kernels(played: Played, monkeypatch: pytest.MonkeyPatch
         ops.add_low_rank(y, x, a, b, 0.5, "hub")
     assert torch.equal(ops.add_low_rank(y, x, a, b, 0.5, "auto"), want)
     assert played.calls == ["add_low_rank"] * 2
+
+
+SPARSE = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 64, "kv_lora_rank": 24, "qk_rope_head_dim": 8}
+
+
+@pytest.fixture
+def latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for the latents of a small model."""
+    monkeypatch.setattr(ops, "SPARSE_KERNEL_WIDTHS", (32, 24))
+
+
+@pytest.mark.parametrize("layout", batches())
+@pytest.mark.parametrize("options", [{}, {"learnable_sink": True, "index_kpool": 4}], ids=["plain", "sinks and pools"])
+def test_sparse_attention_runs_on_kernels(options: dict, layout: str, played: Played, latents: None) -> None:
+    model = small_model(**SPARSE | options).train()
+    model.config.indexer_loss = True
+    want = results(model, batches()[layout], "torch")
+    assert not played.calls
+    got = results(model, batches()[layout], "hub")
+    assert want.keys() == got.keys() and any(".indexer." in name for name in got)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    attention = "sparse_attention with sinks" if options else "sparse_attention"
+    assert {"index_topk", attention, "head_probabilities", "indexer_loss"} <= set(played.calls)
+
+
+def test_recomputation_does_not_choose_again(played: Played, latents: None) -> None:
+    model = small_model(**SPARSE).train()
+    model.gradient_checkpointing_enable()
+    results(model, batches()["one row"], "hub")
+    # and once for the logits
+    assert played.calls.count("sparse_attention") == 2 + 1
+
+
+def test_what_the_kernels_of_sparse_attention_cannot_do(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batches()["one row"]
+    for options, widths, reason in (
+        ({}, (576, 512), "2 heads attend to 32 numbers, 24 of them values"),
+        ({"index_head_dim": 32}, (32, 24), "the indexer has 2 heads of 32"),
+        ({"index_n_heads": 65}, (32, 24), "the indexer has 65 heads of 64"),
+        ({"index_relu": False}, (32, 24), "the indexer has no ReLU"),
+    ):
+        model = small_model(**SPARSE | options)
+        monkeypatch.setattr(ops, "SPARSE_KERNEL_WIDTHS", widths)
+        with pytest.raises(ValueError, match=f'kernels="hub": sparse_attention: {reason}'):
+            results(model, batch, "hub")
+        want, got = results(model, batch, "torch"), results(model, batch, "auto")
+        assert all(torch.allclose(got[name], want[name]) for name in want)
 
 
 def test_nothing_is_computed_on_kernels_for_padding_alone(played: Played) -> None:

@@ -29,7 +29,7 @@ def rounding_noise(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 def test_same_gradients_less_memory_and_no_second_decision(packed):
     """Public report 60: gradients to the bit, no top-k in backward; selective, no attention either."""
-    model = random_model(mixed_config("kdks", **ONE_WIDTH)).train()
+    model = random_model(mixed_config("kdmks", **ONE_WIDTH)).train()
     x = torch.randint(0, 250, (1, 30), generator=torch.Generator().manual_seed(0))
     row = {"input_ids": x, "labels": x} | ({"cu_seqlens": torch.tensor([0, 13, 30])} if packed else {})
     runs = {}
@@ -40,11 +40,11 @@ def test_same_gradients_less_memory_and_no_second_decision(packed):
             loss = model(**row).loss
             kept, forward = recorder.live_bytes(), recorder.calls.copy()
             loss.backward()
-        # Three MoE routers, and one indexer that needs two (its threshold, then the positions).
-        assert forward[TOPK] == recorder.calls[TOPK] == 3 + 2
-        # Two layers, and once more each.
-        assert forward[ATTENTION] == 2
-        assert recorder.calls[ATTENTION] == (4 if mode == "full" else 2)
+        # Four MoE routers, and one indexer that needs two (its threshold, then the positions).
+        assert forward[TOPK] == recorder.calls[TOPK] == 4 + 2
+        # The layer that is dense, and once more.
+        assert forward[ATTENTION] == 1
+        assert recorder.calls[ATTENTION] == (2 if mode == "full" else 1)
         runs[mode] = kept, grads(model)
         model.zero_grad()
     assert runs["full"][0] < runs["selective"][0] < runs["none"][0]

@@ -34,6 +34,12 @@ FAULTS = [
     ({"num_expert_group": 8, "topk_group": 1}, "num_experts_per_token: 4 > 2 experts"),
     ({"index_topk": None}, "indexer_types is set but index_topk is null"),
     ({"index_topk": 0}, "index_topk"),
+    ({"index_topk": 16, "index_kpool": 3}, "index_kpool: 3, must divide index_topk=16"),
+    ({"index_kpool": 0}, "index_kpool: 0"),
+    ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail: false is not supported"),
+    # Public report 84: a rotary indexer that is read without its rotation, or with another, chooses wrong keys.
+    ({"indexer_rope_interleave": True}, "indexer_rope_interleave: indexers with a rotary embedding"),
+    ({"indexer_rope_interleave": False}, "indexer_rope_interleave: indexers with a rotary embedding"),
     ({"indexer_types": ["none"] * 7}, "indexer_types: 7 entries"),
     ({"indexer_types": ["full"] + ["none"] * 7}, r"indexer_types\[0\]: 'full' on a KDA layer"),
     (

@@ -332,3 +332,39 @@ def test_a_window_is_computed_once() -> None:
     documents = of_batch(5)
     assert documents.window(3) is documents.window(3)
     assert documents.window(3)[0].shape != documents.window(4)[0].shape
+
+
+@pytest.mark.parametrize("past", [None, [[-1, -1, 0], [0, 0, 0]]], ids=["fresh", "cached"])
+def test_key_ranges_say_what_the_mask_says(past: list | None) -> None:
+    """Left, right and inner padding, with and without cached keys."""
+    mask = [[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
+    if past is not None:
+        mask = [[0, 0, 1, *mask[0]], [1, 1, 1, *mask[1]]]
+    past_ids = None if past is None else torch.tensor(past)
+    documents = Documents.of_batch((2, 5), CPU, attention_mask=torch.tensor(mask), past_ids=past_ids)
+    compare_ranges(documents)
+
+
+def test_key_ranges_of_packed_documents() -> None:
+    compare_ranges(of_batch(9, cu_seqlens=[0, 1, 4, 4, 9], attention_mask=[[1, 1, 1, 1, 0, 1, 1, 1, 0]]))
+    compare_ranges(of_batch(4, B=2, position_ids=[[0, 0, 1, 0], [0, 1, 2, 3]], attention_mask=[[0, 1, 1, 1], [1] * 4]))
+    compare_ranges(of_batch(3, B=2, attention_mask=[[0, 0, 0], [0, 0, 0]]))
+
+
+def compare_ranges(documents: Documents) -> None:
+    keys, mask = documents.key_token_S, documents.attention_mask_BTS.flatten(0, 1)[documents.token_M]
+    assert torch.equal(
+        documents.pack_keys(torch.arange(documents.key_ids_BS.numel()).view_as(documents.key_ids_BS)), keys
+    )
+    first_M, end_M = documents.key_ranges
+    assert first_M.dtype == end_M.dtype == torch.int32
+    row_M, S = documents.token_M // documents.ids_BT.shape[1], documents.key_ids_BS.shape[1]
+    for m, (first, end) in enumerate(zip(first_M.tolist(), end_M.tolist(), strict=True)):
+        assert (row_M[m] * S + mask[m].nonzero().squeeze(-1)).tolist() == keys[first:end].tolist()
+    for size in (1, 2, 3):
+        pools = documents.pools(size)
+        assert pools.size == size
+        for m in range(len(first_M)):
+            seen = pools.members(torch.arange(int(pools.first_T[m]), int(pools.end_T[m]))).flatten()
+            whole = (end_M[m] - first_M[m]) // size * size
+            assert seen.tolist() == list(range(int(first_M[m]), int(first_M[m] + whole)))

@@ -40,6 +40,18 @@ def test_pieces_equal_the_whole(kinds):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"index_kpool": 2}, {"learnable_sink": True}], ids=str)
+def test_every_decoded_step_past_topk_equals_the_full_forward(options):
+    """A prompt of 12 tokens, of which each query sees 4."""
+    model, x = random_model(mixed_config("kdks", index_topk=4, **options)).double(), ids(length=24)
+    out = model(input_ids=x[:, :12])
+    for length in range(12, 24):
+        whole = model(input_ids=x[:, :length], use_cache=False).logits[:, -1]
+        close(out.logits[:, -1], whole, tolerance=1e-9)
+        out = model(input_ids=x[:, length : length + 1], cache=out.cache)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kinds", ["kdks", "mdksm"])
 def test_left_padding_with_pieces(kinds):
     """Each row equals itself alone, wherever the pieces are cut (also where a piece of a row is all padding)."""

@@ -85,10 +85,10 @@ def test_selection_is_active_on_an_ordinary_question(make_tiny, shipped):
     topk, length = model.config.text_config.index_topk, batch["input_ids"].shape[1]
     assert topk < length
     assert len(chosen) == 2
-    for index in chosen:
-        assert index.shape == (1, length, topk)
+    for choice in chosen:
+        assert choice.index_Mk.shape == (length, topk)
         # the last query leaves keys out
-        assert len(set(index[0, -1].tolist())) == topk
+        assert len(set(choice.index_Mk[-1].tolist())) == topk
 
 
 # ------------------------------------------------------------------------------------------- the script
