@@ -45,7 +45,7 @@ ROW_KERNEL_WIDTH = 16384
 # What the kernels of the experts hold of a token's choices, of experts, and of the ranks of a matrix's adapters.
 EXPERT_KERNEL_SLOTS, EXPERT_KERNEL_EXPERTS, EXPERT_KERNEL_RANK = 32, 1024, 64
 # Indexers, and heads and latents (all of one, and its part that is the value), for which there are kernels.
-INDEX_KERNEL_HEADS, INDEX_KERNEL_WIDTHS = 64, (128, 64)
+INDEX_KERNEL_HEADS, INDEX_KERNEL_WIDTHS, INDEX_KERNEL_KEYS = 64, (128, 64), 8192
 SPARSE_KERNEL_HEADS, SPARSE_KERNEL_WIDTHS = 128, (576, 512)
 # The highest rank of an adapter that its kernel holds.
 LOW_RANK_KERNEL_RANK = 128
@@ -390,11 +390,13 @@ def delta_chunk(
     return o_MHV.to(dtype), torch.empty_like(state).index_copy(0, chunks.rank_D, state)
 
 
-def _index_problem(q_TIK: torch.Tensor, relu: bool) -> str | None:
-    """Why the kernels cannot score keys this way, if so."""
+def _index_problem(q_TIK: torch.Tensor, k: int, relu: bool) -> str | None:
+    """Why the kernels cannot score keys and choose k of them this way, if so."""
     _, heads, width = q_TIK.shape
     if heads > INDEX_KERNEL_HEADS or width not in INDEX_KERNEL_WIDTHS:
         return f"the indexer has {heads} heads of {width}, not up to {INDEX_KERNEL_HEADS} of 128 or 64"
+    if k > INDEX_KERNEL_KEYS:
+        return f"the indexer chooses {k} keys, over {INDEX_KERNEL_KEYS}"
     return None if relu else "the indexer has no ReLU"
 
 
@@ -419,7 +421,7 @@ def index_topk(
     kernels: str = "torch",
 ) -> torch.Tensor:
     """The k best keys of every query by the scores of the indexer (sparse.py): int32 [T, k]."""
-    if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=_index_problem(q_TIK, relu)):
+    if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=_index_problem(q_TIK, k, relu)):
         return kernel.index_topk(q_TIK, k_SK, weight_TI, first_T, end_T, k)
     return index_topk_torch(q_TIK, k_SK, weight_TI, first_T, end_T, k, relu)
 
@@ -470,7 +472,10 @@ def indexer_loss(
     kernels: str = "torch",
 ) -> torch.Tensor:
     """Divergence of the indexer's choice among the listed keys from the target (sparse.py): fp32 [T]."""
-    if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=_index_problem(q_TIK, relu)):
+    problem = _index_problem(q_TIK, index_Tk.shape[1], relu)
+    if q_TIK.dtype == torch.float16:
+        problem = "gradients of the indexer's scores leave the range of torch.float16"
+    if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=problem):
         return kernel.indexer_loss(q_TIK, k_SK, weight_TI, index_Tk, target_Tk)
     return indexer_loss_torch(q_TIK, k_SK, weight_TI, index_Tk, target_Tk, relu)
 

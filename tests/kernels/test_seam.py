@@ -366,13 +366,24 @@ def test_what_the_kernels_of_sparse_attention_cannot_do(played: Played, monkeypa
         ({"index_head_dim": 32}, (32, 24), "the indexer has 2 heads of 32"),
         ({"index_n_heads": 65}, (32, 24), "the indexer has 65 heads of 64"),
         ({"index_relu": False}, (32, 24), "the indexer has no ReLU"),
+        ({"index_topk": 9}, (32, 24), "the indexer chooses 9 keys, over 8"),
     ):
         model = small_model(**SPARSE | options)
         monkeypatch.setattr(ops, "SPARSE_KERNEL_WIDTHS", widths)
+        monkeypatch.setattr(ops, "INDEX_KERNEL_KEYS", 8)
         with pytest.raises(ValueError, match=f'kernels="hub": sparse_attention: {reason}'):
             results(model, batch, "hub")
         want, got = results(model, batch, "torch"), results(model, batch, "auto")
         assert all(torch.allclose(got[name], want[name]) for name in want)
+
+
+def test_the_loss_of_an_indexer_is_not_computed_in_fp16_on_kernels(played: Played) -> None:
+    q, k, weight = torch.randn(3, 2, 64).half(), torch.randn(5, 64).half(), torch.randn(3, 2)
+    index, target = torch.tensor([[0, -1], [0, 1], [1, 4]], dtype=torch.int32), torch.rand(3, 2)
+    want = ops.indexer_loss(q, k, weight, index, target)
+    assert torch.equal(ops.indexer_loss(q, k, weight, index, target, kernels="auto"), want) and not played.calls
+    with pytest.raises(ValueError, match=r"leave the range of torch.float16"):
+        ops.indexer_loss(q, k, weight, index, target, kernels="hub")
 
 
 def test_nothing_is_computed_on_kernels_for_padding_alone(played: Played) -> None:

@@ -89,7 +89,7 @@ def index_topk(
     t sees the keys first <= s < end, int32 [T] each, within 0 to S. No gradients. ValueError names an argument.
 
     precision: "bf16" takes q and k as they are; "fp8" (e4m3) and "int8" round them first, with a scale for every row of
-    K numbers, at twice the rate. Of the selection on random normal data, 97.7 % and 99.5 % are then the exact one's.
+    K numbers: less exact, see notes.md. Of the selection among 8192 random normal keys 98.7 % and 99.7 % stay the same.
     """
     check_indexer(q_TIK, k_SK, weight_TI)
     check_range("first_T", first_T, len(q_TIK))

@@ -14,7 +14,7 @@ import triton.language as tl
 
 # Columns of a product, queries in them at most, and stages of the keys' tiles. Two programs of three stages fill the
 # shared memory of a multiprocessor to the last byte: more than four queries, or fp32, leave room for two stages only.
-COLUMNS, COLUMNS_FP32, QUERIES = 256, 64, 16
+COLUMNS, COLUMNS_8_BITS, COLUMNS_FP32, QUERIES = 256, 128, 64, 16
 STAGES, STAGES_OF_MORE = 3, 2
 KEYS, WARPS = 64, 4
 # Keys of a program, for which queries are read once: at most so many, fewer where there would be too few programs.
@@ -105,7 +105,8 @@ def write_scores(
     stop = min(query + R, T)
     fp32 = q_TIK.dtype == torch.float32
     BH = triton.next_power_of_2(heads)
-    BQ = max(1, min(QUERIES, (COLUMNS_FP32 if fp32 else COLUMNS) // BH))
+    columns = COLUMNS_FP32 if fp32 else COLUMNS if key_scale_S is None else COLUMNS_8_BITS
+    BQ = max(1, min(QUERIES, columns // BH))
     groups = triton.cdiv(stop - query, BQ)
     split = min(SPLIT, max(LEAST_SPLIT, triton.cdiv(C * groups // PROGRAMS, KEYS) * KEYS))
     scores_kernel[(groups, triton.cdiv(C, split))](
@@ -130,5 +131,5 @@ def write_scores(
         BS=KEYS,
         EXACT=fp32 or not q_TIK.is_cuda,
         num_warps=WARPS,
-        num_stages=STAGES_OF_MORE if fp32 or BQ > 4 else STAGES,
+        num_stages=STAGES if columns == COLUMNS and BQ <= 4 else STAGES_OF_MORE,
     )
