@@ -11,7 +11,8 @@ from training_runs import train
 
 from modeling_latentmoe.training.indexer import INDEXER_FILE
 
-pytestmark = pytest.mark.dist
+# Two minutes each on two cores.
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

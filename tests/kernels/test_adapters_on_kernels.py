@@ -41,6 +41,7 @@ def compare(dtype: torch.dtype, device: str, T: int) -> None:
     assert_as_accurate(got, plain, true, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test below runs on the GPU")
 def test_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_loading, "DEVICES", ("cpu",))

@@ -67,7 +67,7 @@ def test_the_build_is_the_source_under_a_name_of_its_own(folder: Path | None, tm
     assert described["id"].startswith(f"latentmoe_{package.name}_")
 
 
-@kernel_repositories.EVERY
+@kernel_repositories.TOY_FIRST
 def test_local_folders_load(folder: Path | None, tmp_path: Path, fresh_process: Callable[..., str]) -> None:
     target = packed(folder, tmp_path)
     described = json.loads((target / "build" / "torch-cuda" / "metadata.json").read_text())

@@ -258,7 +258,7 @@ def test_a_sparse_stage_trains_both(sparse: Path, warm: Path) -> None:
     assert len(rates) == 4 and all(rate > 0 for rate in rates)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [pytest.param("warmup", marks=pytest.mark.slow), "sparse"])
 def test_resume_is_exact(stage: str, warm: Path, sparse: Path, small: Path, tmp_path: Path) -> None:
     straight, output = {"warmup": warm, "sparse": sparse}[stage], tmp_path / "run"
     output.mkdir()

@@ -209,7 +209,7 @@ def layer(**changes) -> GatedLatentAttention:
     return GatedLatentAttention(config, "full")
 
 
-@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("learns", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_grows_linearly(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Public report 83: a score matrix of all queries and keys. Peak of forward and backward of a layer."""
     # What a block takes is the same for all lengths.
