@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .products import find_tile, row_offsets
+from .products import add_product, find_tile, row_offsets
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -34,7 +34,7 @@ def low_rank_kernel(
     for i_k in range(0, P, BK):
         b_x = tl.load(p_x + i_k, mask=(i_k + o_k < P)[None, :], other=0.0).to(tl.float32)
         b_f = tl.load(p_f + i_k, mask=m_r & (i_k + o_f < K)[None, :], other=0.0).to(tl.float32)
-        acc = tl.dot(b_x, tl.trans(b_f), acc, input_precision=PRECISION)
+        acc = add_product(acc, b_x, tl.trans(b_f), PRECISION)
     p_l = low + o_m.to(tl.int64)[:, None] * RANK + o_r[None, :]
     tl.store(p_l, acc, mask=(o_m < end)[:, None] & (o_r < RANK)[None, :])
 
@@ -68,7 +68,7 @@ def factor_gradient_kernel(
                 b_l *= tl.load(weights + b_slot, mask=m_m, other=0.0).to(tl.float32)[:, None]
         p_x = x + o_x.to(tl.int64)[:, None] * K + o_k[None, :]
         b_x = tl.load(p_x, mask=m_m[:, None] & (o_k < K)[None, :], other=0.0).to(tl.float32)
-        acc = tl.dot(tl.trans(b_l), b_x, acc, input_precision=PRECISION)
+        acc = add_product(acc, tl.trans(b_l), b_x, PRECISION)
     p_d = dfactor + (i_e.to(tl.int64) * RANK + o_r[:, None]) * K + o_k[None, :]
     tl.store(p_d, (acc * scaling).to(dfactor.dtype.element_ty), mask=(o_r < RANK)[:, None] & (o_k < K)[None, :])
 

@@ -71,6 +71,17 @@ def after_products(b_w, PTX: tl.constexpr):
 
 
 @triton.jit
+def add_product(acc, b_l, b_r, PRECISION: tl.constexpr):
+    """acc + b_l b_r. Exact products of fp32 are summed up before acc is added: as one chain over the whole contraction
+    they would err with the root of its length."""
+    if PRECISION == "ieee":
+        # The compiler would make one chain of it, but not where a product is said to be imprecise.
+        return acc + tl.dot(b_l, b_r, input_precision=PRECISION, max_num_imprecise_acc=16)
+    else:
+        return tl.dot(b_l, b_r, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def forward_product(
     p_x, weight, scale, i_e, o_n, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
@@ -104,7 +115,7 @@ def forward_product(
             # A word is [j, u] of its span, its nibbles are [c, i0, i1].
             b_v = tl.reshape(b_v, [BN, BK // 64, 4, 2, 2, 2, 2])
             b_v = tl.reshape(tl.permute(b_v, (0, 1, 3, 6, 5, 2, 4)), [BN, BK])
-            acc = tl.dot(b_v, tl.trans(b_x), acc, input_precision=PRECISION)
+            acc = add_product(acc, b_v, tl.trans(b_x), PRECISION)
     else:
         p_w = weight + (o_n[:, None].to(tl.int64) + i_e.to(tl.int64) * N) * K + o_k[None, :]
         for i_k in range(tl.cdiv(K, BK)):
@@ -115,7 +126,7 @@ def forward_product(
                 m_k = (i_k * BK + o_k < K)[None, :]
                 b_x = tl.load(p_x + i_k * BK, mask=m_k, other=0.0)
                 b_w = tl.load(p_w + i_k * BK, mask=m_k, other=0.0)
-            acc = tl.dot(b_w.to(dtype), tl.trans(b_x), acc, input_precision=PRECISION)
+            acc = add_product(acc, b_w.to(dtype), tl.trans(b_x), PRECISION)
     return acc
 
 
@@ -156,7 +167,7 @@ def backward_product(
             b_v = decode_words(b_w, factors(b_s0, b_s1, PTX), dtype, PTX)
             # [r, w, q, c, i0, i1] -> [i1, w, i0, q, r, c]
             b_v = tl.reshape(tl.permute(b_v, (5, 1, 4, 2, 0, 3)), [BN, BK])
-            acc = tl.dot(b_v, tl.trans(b_x), acc, input_precision=PRECISION)
+            acc = add_product(acc, b_v, tl.trans(b_x), PRECISION)
     else:
         o_n = i_o + tl.arange(0, BN)
         p_w = weight + (i_e.to(tl.int64) * N + o_k[:, None]) * K + o_n[None, :]
@@ -168,7 +179,7 @@ def backward_product(
                 b_x = tl.load(p_x + i_k * BK, mask=(i_k * BK + o_k < N)[None, :], other=0.0)
                 m_n = m_n & (i_k * BK + o_k < N)[:, None]
             b_w = tl.load(p_w + i_k * (BK * K), mask=m_n, other=0.0).to(dtype)
-            acc = tl.dot(tl.trans(b_w), tl.trans(b_x), acc, input_precision=PRECISION)
+            acc = add_product(acc, tl.trans(b_w), tl.trans(b_x), PRECISION)
     return acc
 
 
@@ -204,4 +215,4 @@ def add_low_rank(
     b_l = tl.load(low + o_m.to(tl.int64)[:, None] * RANK + o_r[None, :], mask=m_r & (o_m < end)[:, None], other=0.0)
     p_f = factor + i_e.to(tl.int64) * stride + o_r[None, :] * N + o_n[:, None]
     b_f = tl.load(p_f, mask=m_r & (o_n < N)[:, None], other=0.0).to(tl.float32)
-    return tl.dot(b_f * scaling, tl.trans(b_l), acc, input_precision=PRECISION)
+    return add_product(acc, b_f * scaling, tl.trans(b_l), PRECISION)
