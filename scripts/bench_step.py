@@ -3,7 +3,7 @@
     python scripts/bench_step.py                             # 112 experts (one rank of EP8), 8192 and 32768 tokens
     python scripts/bench_step.py --experts 896 --tokens 8192 # all experts, and what 93 layers would take
     python scripts/bench_step.py --block                     # one block of 56 experts beside torch with bf16 weights
-    python scripts/bench_step.py --draw                      # results/step.png, of all recorded steps, without a GPU
+    python scripts/bench_step.py --draw                      # results/step.png, of steps recorded before, without a GPU
 
 Layers 0-3 are KDA with a dense feed-forward, two of KDA with experts and one of MLA with experts, at full width, with
 random weights: routed experts in MXFP4, everything else in bf16, adapters of rank 16 and of rank 2 on every routed

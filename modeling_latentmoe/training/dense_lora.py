@@ -8,6 +8,7 @@ some. Creation, names, saving and loading stay PEFT's. Written against peft 0.21
 
 from typing import Any
 
+import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear, LoraVariant
 from torch import Tensor, nn
@@ -41,17 +42,26 @@ class FusedVariant(LoraVariant):
         return orig_weight.data - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
 
+class FusedLinear(Linear):
+    """PEFT's dense layer, whose input keeps its dtype as long as all adapters in use are fused."""
+
+    def _cast_input_dtype(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        used = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
+        if all(isinstance(self.lora_variant.get(adapter), FusedVariant) for adapter in used):
+            return x
+        return super()._cast_input_dtype(x, dtype)
+
+
 def fuse_dense(model: PeftModel) -> None:
     """Let every dense layer of `model` compute its adapters by `add_low_rank`, as far as they are plain LoRA.
 
-    A layer with an adapter that has dropout, a bias or a variant of PEFT's keeps PEFT's forward. Call this again where
-    PEFT adds a further adapter later: the layers no longer cast their input for it.
+    Adapters with dropout, a bias or a variant of PEFT's, and those that PEFT adds later, keep PEFT's forward.
     """
     variant = FusedVariant(model.get_base_model().config.get_text_config())
     for module in model.modules():
-        if type(module) is Linear and all(_is_plain(module, adapter) for adapter in module.lora_A):
-            module.lora_variant.update(dict.fromkeys(module.lora_A, variant))
-            module.cast_input_dtype_enabled = False
+        if type(module) in (Linear, FusedLinear):
+            module.lora_variant.update({adapter: variant for adapter in module.lora_A if _is_plain(module, adapter)})
+            module.__class__ = FusedLinear
 
 
 def _is_plain(module: Linear, adapter: str) -> bool:

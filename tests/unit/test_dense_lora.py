@@ -183,8 +183,20 @@ def test_other_kinds_of_adapters_keep_peft_s_forward(options: dict) -> None:
     model = adapted(torch.bfloat16, **options)
     affected = layers(model)
     assert not any(isinstance(v, dense_lora.FusedVariant) for layer in affected for v in layer.lora_variant.values())
-    assert all(layer.cast_input_dtype_enabled for layer in affected)
     model(rows(torch.bfloat16)).sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}, {"use_dora": True}])
+@pytest.mark.parametrize("used", ["later", ["default", "later"]], ids=str)
+def test_an_adapter_that_peft_adds_later_keeps_peft_s_forward(used: str | list[str], options: dict) -> None:
+    outputs = []
+    for fused in (True, False):
+        model = adapted(torch.bfloat16, fused)
+        torch.manual_seed(3)
+        model.add_adapter("later", LoraConfig(r=2, target_modules=["first"], init_lora_weights=False, **options))
+        model.base_model.set_adapter(used)
+        outputs.append(model.eval()(rows(torch.bfloat16)))
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
 
 
 def test_peft_still_hands_over_here(monkeypatch: pytest.MonkeyPatch) -> None:
