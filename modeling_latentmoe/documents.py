@@ -146,6 +146,11 @@ class Documents:
         return self._runs[1]
 
     @cached_property
+    def lengths(self) -> list[int]:
+        """`length_D` for the host, which waits for it once."""
+        return self.length_D.tolist()
+
+    @cached_property
     def cu_seqlens(self) -> torch.Tensor | None:
         """Borders of the documents in the M real tokens, int32 [D + 1], from 0 to M; None for a single document."""
         if len(self.length_D) == 1:

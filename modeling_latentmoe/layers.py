@@ -81,13 +81,14 @@ class WideProduct(torch.autograd.Function):
     def backward(ctx, grad_TE: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x_TD, weight_ED = ctx.saved_tensors
         grad_TD = grad_ED = None
-        if ctx.needs_input_grad[0]:
-            if ctx.dtype == weight_ED.dtype == torch.bfloat16:
-                first_TE = grad_TE.bfloat16()
-                second_TE = (grad_TE - first_TE).bfloat16()
-                grad_TD = torch.cat([first_TE, second_TE], dim=1) @ torch.cat([weight_ED, weight_ED])
-            else:
-                grad_TD = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_ED = (grad_TE.T @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype)
+        with torch.autocast(grad_TE.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                if ctx.dtype == weight_ED.dtype == torch.bfloat16:
+                    first_TE = grad_TE.bfloat16()
+                    second_TE = (grad_TE - first_TE).bfloat16()
+                    grad_TD = torch.cat([first_TE, second_TE], dim=1) @ torch.cat([weight_ED, weight_ED])
+                else:
+                    grad_TD = (grad_TE @ weight_ED.to(grad_TE.dtype)).to(ctx.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_ED = (grad_TE.T @ x_TD.to(grad_TE.dtype)).to(weight_ED.dtype)
         return grad_TD, grad_ED

@@ -116,16 +116,16 @@ class GatedLatentAttention(Float32Parameters):
         else:
             q_MNL, kv_SL, scale, sink_N = teacher
             index_Mk, kernels = choice.index_Mk, self.config.kernels
-            short_D = documents.length_D <= self.config.index_topk
+            short = [length <= self.config.index_topk for length in documents.lengths]
             # To documents that fit into index_topk dense attention gives the same, faster; a student learns from all.
-            split = choice.student is None and documents.past_ids_BP is None and bool(short_D.any())
+            split = choice.student is None and documents.past_ids_BP is None and any(short)
             if split:
-                short_M = torch.repeat_interleave(short_D, documents.length_D)
+                short_M = torch.repeat_interleave(documents.length_D <= self.config.index_topk, documents.length_D)
                 index_Mk = index_Mk.masked_fill(short_M.unsqueeze(1), -1)
             out_MNL, lse_MN = sparse_attention(q_MNL, kv_SL, index_Mk, scale, self.latent_dim, sink_N, kernels)
             out = documents.unpack(torch.einsum("mnl,lnv->mnv", out_MNL, value_LNV).flatten(1))
             if split:
-                dense = self._dense(q_BTNH, latent_BSL, documents, short_D)
+                dense = self._dense(q_BTNH, latent_BSL, documents, short)
                 out = torch.where(documents.unpack(short_M).unsqueeze(-1), dense, out)
         if choice.student is not None:
             loss = divergence(choice, teacher, lse_MN, self.latent_dim, documents, self.config)
@@ -137,14 +137,14 @@ class GatedLatentAttention(Float32Parameters):
         q_BTNH: torch.Tensor,
         latent_BSL: torch.Tensor,
         documents: Documents,
-        chosen_D: torch.Tensor | None = None,
+        chosen: list[bool] | None = None,
     ) -> torch.Tensor:
-        """Attention to all visible keys, [B, T, N * V]; bool chosen_D: only in these documents, zeros elsewhere."""
+        """Attention to all visible keys, [B, T, N * V]; chosen: in which documents, zeros elsewhere."""
         k_BNSH, v_BNSH = self._expand(latent_BSL)
         qkv = q_BTNH.transpose(1, 2), k_BNSH, v_BNSH
         fused, sink_N = self.config._attn_implementation == "sdpa", self.learnable_sink_param
         if documents.past_ids_BP is None:
-            out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen_D)
+            out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen)
         else:
             out_BNTH = attention(*qkv, documents.attention_mask_BTS, self.scale, fused, sink_N)
         return out_BNTH.transpose(1, 2).flatten(2)

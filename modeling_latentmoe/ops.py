@@ -126,13 +126,15 @@ class AddLowRank(torch.autograd.Function):
         wide = low_Tr.dtype
         dx_TI = torch.empty_like(x_TI) if ctx.needs_input_grad[1] else None
         da_rI, db_Or = (torch.zeros_like(factor, dtype=wide) for factor in (a_rI, b_Or))
-        for rows in _row_blocks(x_TI, b_Or):
-            dproduct_tO = grad_TO[rows].to(wide) * ctx.scaling
-            dlow_tr = dproduct_tO @ b_Or.to(wide)
-            da_rI += dlow_tr.T @ x_TI[rows].to(wide)
-            db_Or += dproduct_tO.T @ low_Tr[rows]
-            if dx_TI is not None:
-                dx_TI[rows] = (dlow_tr @ a_rI.to(wide)).to(x_TI.dtype)
+        # Backward may be called where autocast would round the products.
+        with torch.autocast(grad_TO.device.type, enabled=False):
+            for rows in _row_blocks(x_TI, b_Or):
+                dproduct_tO = grad_TO[rows].to(wide) * ctx.scaling
+                dlow_tr = dproduct_tO @ b_Or.to(wide)
+                da_rI += dlow_tr.T @ x_TI[rows].to(wide)
+                db_Or += dproduct_tO.T @ low_Tr[rows]
+                if dx_TI is not None:
+                    dx_TI[rows] = (dlow_tr @ a_rI.to(wide)).to(x_TI.dtype)
         return grad_TO, dx_TI, da_rI.to(a_rI.dtype), db_Or.to(b_Or.dtype), None
 
 
@@ -526,14 +528,14 @@ def causal_attention(
     scale: float,
     fused: bool,
     sink_N: torch.Tensor | None = None,
-    chosen_D: torch.Tensor | None = None,
+    chosen: Sequence[bool] | None = None,
 ) -> torch.Tensor:
     """`attention` of tokens to the earlier ones of their document, [B, N, T, V], document by document: a mask over the
-    whole batch would rule out torch's fast kernels. Zeros at padding, and where bool chosen_D leaves a document out."""
-    if not documents.packed and documents.valid_BT is None and chosen_D is None:
+    whole batch would rule out torch's fast kernels. Zeros at padding, and in documents that are not `chosen`."""
+    if not documents.packed and documents.valid_BT is None and chosen is None:
         return _causal(q_BNTK, k_BNTK, v_BNTV, scale, fused, sink_N)
-    lengths = documents.length_D.tolist()
-    chosen = [True] * len(lengths) if chosen_D is None else chosen_D.tolist()
+    lengths = documents.lengths
+    chosen = [True] * len(lengths) if chosen is None else chosen
     parts = [documents.pack(x.transpose(1, 2)).transpose(0, 1).split(lengths, dim=1) for x in (q_BNTK, k_BNTK, v_BNTV)]
     # The empty part keeps a batch of padding alone in the graph.
     outputs_NtV = [v_BNTV[0, :, :0]]

@@ -402,7 +402,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             reduce_expert_gradients(model, mesh)
             norms = clip_grad_norm(model, mesh, args.max_grad_norm)
             if not math.isfinite(loss + indexer + norms.total):
-                what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}"
+                what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}, loss of indexers {indexer}"
                 raise FloatingPointError(f"{what}; {keep_last_good()}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
             last_good = lora.snapshot(trained), biases()

@@ -128,8 +128,9 @@ class Adapter:
         absent = [name for name in shapes if name not in self.parts and self._selects(name)]
         return found + [f"{name} has no factors, but {CONFIG_FILE} names it" for name in absent]
 
-    def check_trained(self) -> None:
-        """ValueError naming a layer or stack of experts whose factors are zero, as before the first step."""
+    def check_trained(self, all_zero: bool = False) -> bool:
+        """ValueError naming factors that are not finite, or a layer or stack of experts whose factors are zero, as
+        before the first step. all_zero: allowed if no layer's are other than zero; returns whether any are."""
         trained: dict[str, bool] = {}
         for pair in dict.fromkeys(part.pair for part in self.parts.values()):
             a, b = self._read(pair.a), self._read(pair.b)
@@ -137,9 +138,11 @@ class Adapter:
                 raise ValueError(f"adapter {self.folder}: the factors of {pair.name} hold NaN or infinite numbers")
             # An expert that no token reached has zero factors in an adapter of one pair per expert, too.
             trained[group_of(pair.name)] = trained.get(group_of(pair.name), False) or bool(a.any() and b.any())
+        some = any(trained.values())
         for name, learned in trained.items():
-            if not learned:
+            if not learned and (some or not all_zero):
                 raise ValueError(f"adapter {self.folder}: the factors of {name} are zero, it is untrained")
+        return some
 
     def _selects(self, name: str) -> bool:
         expert = EXPERT.fullmatch(name)

@@ -356,7 +356,7 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
     experts: the form of routed experts; None leaves them as they are stored. `out` appears in one step when it is
     complete, with the other files of `base` and the report. Every tensor of the adapter is used exactly once, those of
     router biases and indexers beside it too. Raises ValueError, before anything is written, for an adapter that does
-    not fit or was made for another base; and, unless it brings indexers, before that for factors that are zero, and on
+    not fit, was made for another base or whose factors are not finite or zero (beside indexers all may be zero), and on
     the way where rounding has undone all of what a layer or a stack of experts learned.
     """
     checkpoint, factors = Checkpoint(base), Adapter(adapter)
@@ -371,9 +371,8 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
     faults = factors.faults(merger.shapes)
     if faults:
         raise ValueError(f"adapter {adapter} does not fit {base}: {list_faults(faults)}")
-    if not indexers:
-        # where indexers warmed up nothing else learned
-        factors.check_trained()
+    # where indexers warmed up nothing else learned
+    learned = factors.check_trained(all_zero=bool(indexers))
     layouts = {file: merger.layout(file) for file in checkpoint.shards}
     sizes = {file: data_bytes(layout) for file, layout in layouts.items()}
     total = sum(sizes.values())
@@ -388,7 +387,7 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
             for file in layouts:
                 if merger.touches(file):
                     merger.write(file, partial / file.name, bar)
-                    if not indexers:
+                    if learned:
                         check_changed(merger.report, factors)
                 else:
                     shutil.copyfile(file, partial / file.name)

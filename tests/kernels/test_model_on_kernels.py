@@ -6,26 +6,12 @@ from small_model import assert_as_accurate, batches, results, small_model
 
 from modeling_latentmoe import kernel_loading
 
-# Those that a dense model uses; test_experts_on_kernels.py is about experts, test_adapters_on_kernels.py about LoRA.
+# Those that a dense model uses; the other tests on kernels here are about experts, adapters and sparse attention.
 DENSE = sorted(kernel_loading.REPOSITORIES.keys() - {"low_rank", "sparse_attention"})
 NAMES = [name for name in DENSE if kernel_loading._checkout(name) is not None]
 pytest.importorskip("triton")
 if not NAMES:
     pytest.skip("hub_kernels/ has no repository that the model uses", allow_module_level=True)
-
-
-@pytest.fixture(autouse=not torch.cuda.is_available())
-def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loop bounds of interpreted kernels are arrays of one element, which numpy 2.4 no longer takes for integers."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def check(model_options: dict, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> None:

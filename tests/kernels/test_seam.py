@@ -351,14 +351,6 @@ def test_sparse_attention_runs_on_kernels(options: dict, layout: str, played: Pl
     assert {"index_topk", attention, "head_probabilities", "indexer_loss"} <= set(played.calls)
 
 
-def test_recomputation_does_not_choose_again(played: Played, latents: None) -> None:
-    model = small_model(**SPARSE).train()
-    model.gradient_checkpointing_enable()
-    results(model, batches()["one row"], "hub")
-    # and once for the logits
-    assert played.calls.count("sparse_attention") == 2 + 1
-
-
 def test_what_the_kernels_of_sparse_attention_cannot_do(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batches()["one row"]
     for options, widths, reason in (

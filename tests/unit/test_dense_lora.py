@@ -1,6 +1,7 @@
 """LoRA on dense layers through `ops.add_low_rank`: the function and gradients of PEFT's own, and what it keeps."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from modeling_latentmoe import ops
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
+from modeling_latentmoe.layers import WideProduct
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.training import dense_lora, lora
 
@@ -119,6 +121,19 @@ def test_no_wide_copy_is_kept_or_made() -> None:
     wide = [t.shape for t in kept if t.dtype == torch.float32 and not isinstance(t, nn.Parameter)]
     assert wide == [(64, RANK)]
     assert any(t.data_ptr() == x.data_ptr() for t in kept)
+
+
+@pytest.mark.parametrize("product", [lambda y, x, a, b: ops.AddLowRank.apply(y, x, a, b, 0.5), None])
+def test_autocast_does_not_round_gradients(product: Callable | None) -> None:
+    torch.manual_seed(0)
+    y, x = torch.randn(6, OUTPUTS), torch.randn(6, INPUTS, requires_grad=True)
+    a, b = torch.randn(RANK, INPUTS, requires_grad=True), torch.randn(OUTPUTS, RANK, requires_grad=True)
+    leaves = [x, a, b] if product else [x, a]
+    out = product(y, x, a, b) if product else WideProduct.apply(x, a)
+    want = torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(out, leaves, out.detach())
+    assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))
 
 
 def test_an_input_that_needs_no_gradient_and_frozen_factors() -> None:

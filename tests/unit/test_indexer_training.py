@@ -276,6 +276,7 @@ def test_resume_is_exact(stage: str, warm: Path, sparse: Path, small: Path, tmp_
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.slow
 def test_a_later_run_keeps_the_indexers(sparse: Path, small: Path, tmp_path: Path) -> None:
     """One that trains none, and its continuation, for which the first adapter is no longer there."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -319,6 +320,22 @@ def test_a_warm_up_can_be_merged(warm: Path, small: Path, tmp_path: Path) -> Non
     want, learned = dict(load_model(str(small), "fp32").named_parameters()), load_file(warm / INDEXER_FILE)
     for name, parameter in load_model(str(tmp_path / "merged"), "fp32").named_parameters():
         assert torch.equal(parameter, learned.get(name, want[name])), name
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(float("nan"), "hold NaN or infinite numbers"), (0.0, "are zero, it is untrained")]
+)
+def test_factors_beside_indexers_are_checked(
+    value: float, message: str, sparse: Path, small: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(sparse, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    factors = load_file(file)
+    factors[next(name for name in factors if "q_b_proj.lora_B" in name)].fill_(value)
+    save_file(factors, file)
+    with pytest.raises(ValueError, match=message):
+        merge(small, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 FAULTS = {

@@ -139,6 +139,7 @@ def compiled_equals_eager(backend: str, T: int, top: int, device: str) -> None:
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.slow
 def test_compiled_whole(device):
     compiled_equals_eager("aot_eager", 5, 3, device)
 

@@ -118,3 +118,6 @@ def test_operators_are_well_formed(device):
         loss._indexer_loss, (*(x.clone().requires_grad_() for x in leaves), index, target), test_utils=checks
     )
     torch.library.opcheck(loss._indexer_loss_bwd, (dloss, *leaves, index, target, lse, total), test_utils=checks)
+    q, k, weight = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in leaves)
+    arguments = (dloss, q, k, weight, index, target, lse, total)
+    torch.library.opcheck(loss._indexer_loss_bwd, arguments, test_utils="test_faketensor")

@@ -147,6 +147,7 @@ def test_keys_of_others_stay_out(device):
     assert (dkv[:6] == 0).all()
 
 
+@pytest.mark.slow
 def test_large_scores(within, device):
     """Scores of hundreds, sinks above and below: nothing overflows; fp32 keeps 5 digits after a point behind three."""
     (q, kv, sink), index, dout = inputs(2, 3, 400, 300, 32, 16, torch.float32, device)
@@ -238,6 +239,16 @@ def test_operators_are_well_formed(device):
     torch.library.opcheck(_forward, (q, kv, index, sink, 0.1, 16))
     out, lse = (x.detach() for x in _forward(q, kv, index, sink, 0.1, 16))
     torch.library.opcheck(_backward, (dout, q.detach(), kv.detach(), index, out, lse, 0.1))
+    q, kv = q.detach().transpose(0, 1).contiguous().transpose(0, 1), kv.detach().T.contiguous().T
+    torch.library.opcheck(_backward, (dout, q, kv, index, out, lse, 0.1), test_utils="test_faketensor")
+
+
+def test_a_sink_of_minus_infinity_beside_no_keys_has_no_gradient(device):
+    (q, kv, _), index, dout = inputs(2, 3, 10, 4, 32, 16, torch.float32, device)
+    sink = torch.full((3,), -torch.inf, device=device, requires_grad=True)
+    out, _ = sparse_attention(q, kv, torch.full_like(index, -1), 0.1, 16, sink)
+    out.backward(dout)
+    assert torch.equal(sink.grad, torch.zeros_like(sink))
 
 
 def compiled_equals_eager(backend, tensors, index, dout):

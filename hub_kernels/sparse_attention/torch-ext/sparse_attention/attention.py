@@ -206,7 +206,8 @@ def _backward(
 
 @_backward.register_fake
 def _(dout_TNV, q_TNL, kv_SL, index_Tk, out_TNV, lse_TN, scale):
-    return torch.empty_like(q_TNL), torch.empty_like(kv_SL), torch.empty_like(lse_TN)
+    # Contiguous, whatever the inputs are.
+    return q_TNL.new_empty(q_TNL.shape), kv_SL.new_empty(kv_SL.shape), lse_TN.new_empty(lse_TN.shape)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -220,7 +221,8 @@ def _save(ctx, inputs, output) -> None:
 def _autograd(ctx, dout, _):
     q, kv, index, sink, out, lse = ctx.saved_tensors
     dq, dkv, delta = _backward(dout, q, kv, index, out, lse, ctx.scale)
-    dsink = None if sink is None else -(torch.exp(sink - lse) * delta).sum(0)
+    # Without keys and with a sink of minus infinity there is nothing, and lse is minus infinity too.
+    dsink = None if sink is None else -(torch.exp(sink - lse).masked_fill(lse == -torch.inf, 0) * delta).sum(0)
     return dq, dkv, None, dsink, None, None
 
 

@@ -137,7 +137,9 @@ def _indexer_loss_bwd(
 
 @_indexer_loss_bwd.register_fake
 def _(dloss_T, q_TIK, k_SK, weight_TI, index_Tk, target_Tk, lse_T, total_T):
-    return torch.empty_like(q_TIK), torch.empty_like(k_SK, dtype=torch.float32), torch.empty_like(weight_TI)
+    # Contiguous, whatever the inputs are.
+    dk_SK = k_SK.new_empty(k_SK.shape, dtype=torch.float32)
+    return q_TIK.new_empty(q_TIK.shape), dk_SK, weight_TI.new_empty(weight_TI.shape)
 
 
 def _save(ctx, inputs, output):
