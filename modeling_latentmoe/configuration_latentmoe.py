@@ -312,8 +312,9 @@ class LatentMoETextConfig(PreTrainedConfig):
             )
 
     def _validate_indexer(self) -> None:
-        if min(self.index_topk, self.index_n_heads, self.index_head_dim) < 1:
-            raise ValueError("index_topk, index_n_heads and index_head_dim must be positive")
+        for name in ("index_topk", "index_n_heads", "index_head_dim"):
+            if not _is_count(getattr(self, name)):
+                raise ValueError(f"{name}: {getattr(self, name)!r}, must be a positive integer")
         if not _is_count(self.index_kpool) or self.index_topk % self.index_kpool:
             raise ValueError(f"index_kpool: {self.index_kpool!r}, must divide index_topk={self.index_topk}")
         if not self.index_kpool_always_select_tail:

@@ -29,6 +29,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from modeling_latentmoe.kernel_loading import kernel_for
 from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, files, lora, monitor
 from modeling_latentmoe.training.agreement import check_same_start
@@ -48,6 +49,7 @@ from modeling_latentmoe.training.indexer import (
     train_indexers,
 )
 from modeling_latentmoe.training.loading import (
+    DTYPES,
     SHIPPED_MODEL,
     checkpoint_activations,
     load_config,
@@ -157,6 +159,8 @@ class Arguments:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**32")
         parse_placement(self.experts_in)
+        if self.lr_indexer is not None and self.train_indexer is None:
+            raise ValueError(f"--lr_indexer {self.lr_indexer} needs --train_indexer, without it no indexer trains")
         if self.train_indexer == "warmup":
             if self.adapter:
                 raise ValueError("--train_indexer warmup learns from the attention of the base, leave out --adapter")
@@ -210,6 +214,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     # Processes, and the mesh of those that share the experts.
     accelerator = start_processes(args.output_dir, args.log_with, args.timeout)
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+    if args.kernels == "hub":
+        # those of the residual stream are in every model
+        kernel_for("residual", "hub", torch.empty(1, dtype=DTYPES[args.dtype], device=accelerator.device))
     base_config = load_config(args.model)
     check_layout(base_config, world, args.ep)
     placement = parse_placement(args.experts_in)

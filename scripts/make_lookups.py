@@ -14,11 +14,12 @@ sharply, by a penalty on the entropy of every head: in a model this small attent
 that even the best eighth of them holds little more than half of it (of the shipped tiny model 54 to 78 %).
 """
 
-import argparse
 import json
+import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,8 +31,9 @@ from modeling_latentmoe.image_processing_latentmoe import LatentMoEImageProcesso
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
 from modeling_latentmoe.tokenization_latentmoe import tiny_tokenizer
+from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.data import encode_chat, pad, read_chat
-from modeling_latentmoe.training.files import new_folder
+from modeling_latentmoe.training.files import check_new, new_folder
 
 FILLERS = ("hum", "ray", "elk", "oak", "fig", "sky", "pea", "ivy", "owl", "cup", "net", "jam")
 NAMES, VALUES = "ABCD", range(8)
@@ -115,38 +117,48 @@ class Entropy:
 
 
 def train(model: PreTrainedModel, processor: LatentMoEProcessor, steps: int, batch_size: int, sharp: float) -> None:
-    """AdamW; prints loss and entropy now and then."""
+    """AdamW; prints loss and entropy now and then. FloatingPointError where they are not finite."""
     entropy, started = Entropy(model), time.monotonic()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=steps, pct_start=0.1)
+    # with a rise of exactly one step torch divides by zero
+    rise = 0.1 if steps > 10 else 0.3
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=steps, pct_start=rise)
     model.train()
     for step in range(steps):
         chats = [read_chat("dense", lookup("dense", step * batch_size + row), None) for row in range(batch_size)]
         batch = pad([encode_chat(processor, chat, False) for chat in chats], processor.tokenizer.pad_token_id, False)
         loss = model(**batch, return_logits=False).loss
         spread = entropy.take()
-        (loss + sharp * spread).backward()
+        total = loss + sharp * spread
+        if not math.isfinite(total.item()):
+            what = f"loss {loss:.4g} + --sharp {sharp:g} * entropy {spread:.4g}"
+            raise FloatingPointError(f"step {step + 1}: {what} is not finite")
+        total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if (step + 1) % 25 == 0:
             elapsed = time.monotonic() - started
-            print(
-                f"step {step + 1}, {elapsed:.0f} s: loss {loss:.3f}, entropy {spread:.2f} nats",
-                time.process_time(),
-                flush=True,
-            )
+            print(f"step {step + 1}, {elapsed:.0f} s: loss {loss:.3f}, entropy {spread:.2f} nats", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_lookups(argv: Sequence[str]) -> None:
+    parser = Parser(__doc__)
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--steps", type=int, default=200, help="of the dense model (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, help="chats per step (default %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=8, help="chats per step (default %(default)s)")
     parser.add_argument("--sharp", type=float, default=0.05, help="weight of the entropy (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    if not 0 <= args.sharp < math.inf:
+        raise ValueError(f"--sharp {args.sharp} must be at least 0 and finite")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed {args.seed} must be at least 0 and below 2**32")
+    check_new(args.out)
     torch.manual_seed(args.seed)
     processor = make_processor()
     model = LatentMoEForConditionalGeneration(make_config(processor))
@@ -160,8 +172,9 @@ def main() -> None:
     print(f"wrote {args.out}")
 
 
+def main(argv: Sequence[str]) -> int:
+    return run_command(make_lookups, argv)
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main(sys.argv[1:]))

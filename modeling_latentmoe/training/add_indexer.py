@@ -28,8 +28,17 @@ def add_indexer(
 
     All attention layers that are not KDA become sparse: of every `every` of them the first owns an indexer, which the
     others share. Weights are links to those of `base`, which has to stay where it is. ValueError for a `base` that is
-    not whole, is of the released form (overlay.py), or has indexers, and for settings that contradict each other.
+    not whole, is of the released form (overlay.py), or has indexers, for an `out` that is in use or inside of it, and
+    for settings that contradict each other.
     """
+    if not base.is_dir():
+        raise ValueError(f"{base} is not a folder")
+    if base.resolve() in out.resolve().parents:
+        raise ValueError(f"{out} lies inside {base}: write elsewhere")
+    if every < 1:
+        raise ValueError(f"--every {every} must be at least 1")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed {seed} must be at least 0 and below 2**32")
     if is_released(base):
         raise ValueError(f"{base} has the released config: lay ours over it first, with scripts/overlay.py")
     report = check_folder(base)
@@ -38,8 +47,6 @@ def add_indexer(
     old = read_config(base)
     if old.text_config.index_topk is not None:
         raise ValueError(f"{base} has indexers already (index_topk in its config)")
-    if every < 1:
-        raise ValueError(f"--every {every} must be at least 1")
     config = sparse_config(old, topk, heads, head_dim, every, pool)
     headers = {name: read_header(base / name) for name in report.shards}
     tensors = new_tensors(config, seed, weight_dtype(headers))

@@ -29,15 +29,11 @@ def indexer_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def train_indexers(model: nn.Module, alone: bool) -> None:
     """Make the indexers of a base model trainable, in fp32 or wider; `alone`: and nothing else, with dense attention.
 
-    Before the model is sharded. Raises ValueError for a model without indexers, or with LoRA factors on them.
+    Before the model is sharded. Raises ValueError for a model without indexers.
     """
     found = indexer_parameters(model)
     if not found:
         raise ValueError("--train_indexer: the model has no indexer, scripts/add_indexer.py gives it one")
-    if adapted := [name for name in found if ".lora_" in name]:
-        raise ValueError(
-            f"--train_indexer trains the indexers themselves, leave them out of --target_modules: {adapted[0]}"
-        )
     config = model.config.get_text_config()
     config.indexer_loss, config.dense_attention = True, alone
     if alone:

@@ -46,9 +46,10 @@ DENSE_TARGETS = (
 )
 EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
 PROJECTOR_TARGETS = ("mm_projector.proj.0", "mm_projector.proj.2")
-# adapted only by a target that names them: "q_proj" never reaches into an indexer, "down_proj" no expert
-# stack
-PROTECTED = {"mm_projector", "indexer", "lm_head", "experts"}
+# never adapted: indexers learn from a loss of their own, which sees no factors (indexer.py)
+NEVER_ADAPTED = {"vision_tower", "indexer"}
+# adapted only by a target that names them: "down_proj" never reaches an expert stack
+PROTECTED = {"mm_projector", "lm_head", "experts"}
 BASE_FILE = "base_model.json"
 # these weights, by their first rows, differ between two models of the same config, merged and fine-tuned ones included
 FINGERPRINT = re.compile(r"language_model\.model\.(norm|layers\.\d+\.self_attn\.o_proj)\.weight$")
@@ -84,7 +85,7 @@ def add_adapter(
     if min(r, expert_rank) < 1:
         raise ValueError(f"--r {r} and --expert_rank {expert_rank} must be at least 1")
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    layers = [name for name in linear if not is_part(name, {"vision_tower"})]
+    layers = [name for name in linear if not is_part(name, NEVER_ADAPTED)]
     stacks = [name for name, _ in model.named_parameters() if ends_in_any(name, EXPERT_TARGETS)]
     if target_modules is None:
         targets = [target for target in DENSE_TARGETS + EXPERT_TARGETS if reached(target, layers + stacks)]
@@ -148,12 +149,16 @@ def why_not(target: str, model: nn.Module, names: list[str]) -> str:
     """What to say about a target that stands for nothing."""
     found = {name: module for name, module in model.named_modules() if ends_in_any(name, [target])}
     for name, module in found.items():
+        if is_part(name, {"indexer"}):
+            return "LoRA adapts no indexer, --train_indexer trains them; leave them out of --target_modules"
         if not isinstance(module, nn.Linear):
             kind = "the router" if name.endswith("block_sparse_moe.gate") else f"a {type(module).__name__}"
             return f"{name} is {kind}, not a linear layer, and LoRA cannot adapt it"
         if is_part(name, {"vision_tower"}):
             return "it lies in the vision tower, which stays frozen"
-        return f"it lies in a part that must be named: {'.'.join(name.split('.')[-2:])}"
+        parts = name.split(".")
+        start = min(parts.index(part) for part in PROTECTED if part in parts)
+        return f"it lies in a part that must be named: {'.'.join(parts[start:])}"
     known = {name.rpartition(".")[2] for name in names if not is_part(name, PROTECTED)}
     known |= {target for target in EXPERT_TARGETS if reached(target, names)}
     return f"the model has no such module; it has {' '.join(sorted(known))}"

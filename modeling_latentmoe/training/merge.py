@@ -178,7 +178,9 @@ class Report:
         changed = sum(record.changed for record in records)
         lines = [f"{changed:,} of {len(records):,} weight matrices that the adapter has factors for changed"]
         if zero := sum(record.max_delta == 0 for record in records):
-            lines.append(f"{zero:,} have factors whose product is zero: experts that saw no token")
+            # beside indexers also what did not train in their warm-up
+            why = "" if self.indexers else ": experts that saw no token"
+            lines.append(f"{zero:,} have factors whose product is zero{why}")
         if lost := len(records) - changed - zero:
             lines.append(f"{lost:,} are those of the base: their delta is below the rounding of their form")
         if packed := [record for record in records if record.bound is not None]:

@@ -75,6 +75,7 @@ def jsonl(folder: Path, *rows: dict) -> str:
         (["--lr_attention", "0"], "--lr_attention 0.0 must be a number above 0"),
         (["--lr_experts", "-1"], "--lr_experts -1.0 must be a number above 0"),
         (["--lr_projector", "nan"], "--lr_projector nan must be a number above 0"),
+        (["--lr_indexer", "1e-3"], "--lr_indexer 0.001 needs --train_indexer"),
         (["--eval_every", "-1"], "--eval_every -1 must be at least 0"),
         (["--experts_in", "disk:1"], "--experts_in disk:1 must be device, auto, host:LAYERS or file:LAYERS"),
         (["--experts_in", "host:0-9"], "--experts_in host:0-9: the last layer of "),
@@ -85,6 +86,7 @@ def jsonl(folder: Path, *rows: dict) -> str:
         (["--resume"], "--resume: there is no checkpoint"),
         (["--target_modules", "q_proj", "qq"], "--target_modules qq: the model has no such module; it has "),
         (["--target_modules", "gate"], "is the router"),
+        (["--target_modules", "indexer.wq_b"], "--target_modules indexer.wq_b: LoRA adapts no indexer"),
     ],
 )
 def test_switches(argv: list[str], words: str, failing: Failing) -> None:
@@ -118,6 +120,11 @@ def test_yaml_files(failing: Failing, tmp_path: Path) -> None:
     assert "must hold lines `name: value`" in message("- lr\n")
     assert "--r: invalid int value: 'many'" in message("r: many\n")
     assert lora_script.main([str(tmp_path / "absent.yaml")]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
+def test_kernels_that_cannot_run(failing: Failing) -> None:
+    assert 'kernels="hub": residual: kernels run on cuda devices, the tensors are on cpu' in failing("--kernels", "hub")
 
 
 def test_output_folder_in_use(failing: Failing, tmp_path: Path) -> None:

@@ -316,7 +316,8 @@ def test_readers_use_what_was_learned(sparse: Path, small: Path, tmp_path: Path)
 
 def test_a_warm_up_can_be_merged(warm: Path, small: Path, tmp_path: Path) -> None:
     """Its factors are zero: all weights but those of the indexers stay what they are, to the bit."""
-    merge(small, warm, tmp_path / "merged")
+    lines = merge(small, warm, tmp_path / "merged").lines()
+    assert any(line.endswith("have factors whose product is zero") for line in lines)
     want, learned = dict(load_model(str(small), "fp32").named_parameters()), load_file(warm / INDEXER_FILE)
     for name, parameter in load_model(str(tmp_path / "merged"), "fp32").named_parameters():
         assert torch.equal(parameter, learned.get(name, want[name])), name
@@ -363,6 +364,7 @@ def test_files_that_do_not_fit_are_refused(fault: str, warm: Path, small: Path, 
         (["--train_indexer", "warmup", "--adapter", "somewhere"], "leave out --adapter"),
         (["--train_indexer", "warmup", "--balance", "quantile"], "leave out --balance quantile"),
         (["--train_indexer", "sparse", "--target_modules", "indexer.wk"], "leave them out of --target_modules"),
+        (["--lr_indexer", "1e-3"], "--lr_indexer 0.001 needs --train_indexer"),
         (["--train_indexer", "twice"], "train_indexer"),
     ],
 )
@@ -414,7 +416,10 @@ def test_added_indexers(shards: int, tmp_path: Path, capsys) -> None:
     ("switches", "message"),
     [
         (["--index_topk", "7", "--index_kpool", "2"], "index_kpool: 2, must divide index_topk=7"),
+        (["--index_n_heads", "0"], "index_n_heads: 0, must be a positive integer"),
         (["--every", "0"], "--every 0 must be at least 1"),
+        (["--seed", "-1"], "--seed -1 must be at least 0 and below 2**32"),
+        (["--seed", str(2**64)], f"--seed {2**64} must be at least 0 and below 2**32"),
     ],
 )
 def test_indexers_that_cannot_be_added(switches: list[str], message: str, tmp_path: Path, capsys) -> None:
@@ -422,6 +427,28 @@ def test_indexers_that_cannot_be_added(switches: list[str], message: str, tmp_pa
     assert add_indexer.main([str(tmp_path / "dense"), str(tmp_path / "out"), *switches]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "out", "message"),
+    [
+        ("dense", "dense/inner", "{out} lies inside {base}: write elsewhere"),
+        ("dense", "dense", "{out} exists: choose another name"),
+        ("dense", "dense/config.json/sparse", "{out} lies inside {base}"),
+        ("dense", "file/inner/sparse", "{out} cannot be made: {file} is a file"),
+        ("file", "sparse", "{base} is not a folder"),
+        ("nowhere", "sparse", "{base} is not a folder"),
+    ],
+)
+def test_folders_that_get_no_indexers(base: str, out: str, message: str, tmp_path: Path, capsys) -> None:
+    random_model(mixed_config("km")).save_pretrained(tmp_path / "dense")
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    names = {"base": tmp_path / base, "out": tmp_path / out, "file": tmp_path / "file"}
+    assert add_indexer.main([str(names["base"]), str(names["out"])]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message.format(**names) in line
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_cut_checkpoint_gets_no_indexers(tmp_path: Path, capsys) -> None:

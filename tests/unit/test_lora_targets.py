@@ -110,8 +110,6 @@ def test_named_targets_alone() -> None:
     assert all(".experts." in name for name in names if name.endswith("down_proj"))
     names = adapted(lora.add_adapter(small_model(), **OPTIONS, target_modules=["down_proj"]))
     assert names and not any(".experts." in name for name in names)
-    names = adapted(lora.add_adapter(small_model(), **OPTIONS, target_modules=["indexer.wk"]))
-    assert names and all(name.endswith("self_attn.indexer.wk") for name in names)
 
 
 def test_a_name_that_also_exists_in_the_indexer_or_tower_stays_outside() -> None:
@@ -130,7 +128,10 @@ def test_a_name_that_also_exists_in_the_indexer_or_tower_stays_outside() -> None
         ("q_prj", r"--target_modules q_prj: the model has no such module; it has .*experts\.down_proj .*q_proj"),
         ("gate", r"block_sparse_moe\.gate is the router, not a linear layer"),
         ("wqkv", "the vision tower, which stays frozen"),
-        ("wk", r"must be named: indexer\.wk"),
+        ("proj.0", r"must be named: mm_projector\.proj\.0"),
+        ("wk", "--target_modules wk: LoRA adapts no indexer, --train_indexer trains them"),
+        ("indexer.wq_b", r"--target_modules indexer\.wq_b: LoRA adapts no indexer, --train_indexer trains them"),
+        ("indexer", "--target_modules indexer: LoRA adapts no indexer"),
         ("gate_up_proj", r"the model has no such module; it has .*experts\.gate_up_proj"),
         ("input_layernorm", "is a RMSNorm, not a linear layer"),
     ],
