@@ -36,14 +36,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from modeling_latentmoe.training.agreement import check_copies
 from modeling_latentmoe.training.expert_adapters import gather_adapter
 from modeling_latentmoe.training.files import LOAD_FOLDER, TEMPORARY, write_text
-from modeling_latentmoe.training.indexer import INDEXER_FILE
-from modeling_latentmoe.training.lora import BASE_FILE
-from modeling_latentmoe.training.router_bias import BIAS_FILE
+from modeling_latentmoe.training.lora import BASE_FILE, SIDE_FILES, check_beside
 from modeling_latentmoe.training.trained_state import load_trained_state, save_trained_state
 from modeling_latentmoe.training.values import write_values
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", BASE_FILE)
-RUN_FILES = (*ADAPTER_FILES, BIAS_FILE, INDEXER_FILE, "README.md", "run.yaml", "metrics.jsonl", "training.png")
+RUN_FILES = (*ADAPTER_FILES, *SIDE_FILES, "README.md", "run.yaml", "metrics.jsonl", "training.png")
 TRAINED = "trained"
 Beside = Mapping[str, Mapping[str, Tensor]]
 # a resumed run may differ from the interrupted one in these alone
@@ -68,8 +66,8 @@ FREE_ON_RESUME = {
 def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, resume: bool) -> Path | None:
     """Refuse a folder in use; with `resume`, return the checkpoint to continue from. Changes nothing.
 
-    `settings` are the run's arguments; a resumed run must have those it was started with. Raises ValueError
-    that names the switch.
+    `settings` are the run's arguments; a resumed run must have those it was started with, and its checkpoint all files
+    of its adapter. Raises ValueError that names the switch.
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
@@ -77,6 +75,11 @@ def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, res
     if resume:
         checkpoint = latest_checkpoint(folder)
         check_same_run(folder, settings)
+        try:
+            check_beside(checkpoint)
+        except ValueError as error:
+            whole = f"or delete {checkpoint} to continue from an earlier checkpoint"
+            raise ValueError(f"--resume: {error}, {whole}") from error
         return checkpoint
     if folder.exists() and any(folder.iterdir()) and not overwrite:
         raise ValueError(
@@ -150,17 +153,19 @@ def save_adapter(
     factors: dict[str, Tensor] | None = None,
     beside: Beside | None = None,
 ) -> None:
-    """Write the adapter, in PEFT's standard files, and beside it which base model it belongs to.
+    """Write the adapter, in PEFT's standard files, and beside it which base model and which other files belong to it.
 
     factors: those of the whole model (`gather_adapter`), where this process holds only a part. beside: what else was
-    learned, name of a file -> its tensors (values.py).
+    learned, name of a file, one of SIDE_FILES -> its tensors (values.py); those of an earlier adapter are removed.
     """
     partial = folder / f"adapter{TEMPORARY}"
     model.save_pretrained(partial, is_main_process=True, state_dict=factors)
-    write_text(partial / BASE_FILE, json.dumps(identity, indent=2) + "\n")
     learned = {file: values for file, values in (beside or {}).items() if values}
+    write_text(partial / BASE_FILE, json.dumps({**identity, "files": sorted(learned)}, indent=2) + "\n")
     for file, values in learned.items():
         write_values(partial / file, values)
+    for file in set(SIDE_FILES) - learned.keys():
+        (folder / file).unlink(missing_ok=True)
     for file in (*ADAPTER_FILES, *learned):
         os.replace(partial / file, folder / file)
     shutil.rmtree(partial)

@@ -9,6 +9,7 @@ the B of a layer that had another one is multiplied by the difference (`scripts/
 """
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def check_no_more_learned(folder: Path) -> None:
     """ValueError for an adapter with router biases or indexers: servers would apply it to a model that routes, or
     chooses keys, in another way."""
     for file, what in ((BIAS_FILE, "the routers' biases"), (INDEXER_FILE, "the indexers")):
-        if (folder / file).is_file():
+        if os.path.lexists(folder / file):
             raise ValueError(
                 f"{folder / file}: the adapter changes {what}, which servers do not read from an adapter; use "
                 "scripts/merge_adapter.py instead"

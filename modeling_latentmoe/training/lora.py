@@ -51,8 +51,11 @@ NEVER_ADAPTED = {"vision_tower", "indexer"}
 # adapted only by a target that names them: "down_proj" never reaches an expert stack
 PROTECTED = {"mm_projector", "lm_head", "experts"}
 BASE_FILE = "base_model.json"
-# these weights, by their first rows, differ between two models of the same config, merged and fine-tuned ones included
-FINGERPRINT = re.compile(r"language_model\.model\.(norm|layers\.\d+\.self_attn\.o_proj)\.weight$")
+# of values that were learned beside the factors, where there are any (values.py)
+SIDE_FILES = (BIAS_FILE, INDEXER_FILE)
+# these weights, by their first rows, differ between two models of the same config, merged and fine-tuned ones included;
+# where indexers alone were trained no others do
+FINGERPRINT = re.compile(r"language_model\.model\.(norm|layers\.\d+\.self_attn\.(o_proj|indexer\.wq_b))\.weight$")
 # config fields that do not change which model it is
 VOLATILE = {
     "_name_or_path",
@@ -334,7 +337,7 @@ def adapter_folder(adapter: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, BIAS_FILE, INDEXER_FILE]))
+            folder = Path(snapshot_download(adapter, allow_patterns=["adapter_*", BASE_FILE, *SIDE_FILES]))
         except (ValueError, OSError) as error:
             raise ValueError(f"adapter {adapter}: there is no such folder, and no such Hub id ({error})") from error
     for file in ("adapter_config.json", "adapter_model.safetensors"):
@@ -359,7 +362,9 @@ def check_used(adapter: str, stored: set[str], peft_model: PeftModel) -> None:
 
 
 def check_files(folder: Path) -> set[str]:
-    """The names of an adapter's tensors; ValueError where its weights or its config cannot be read."""
+    """The names of an adapter's tensors; ValueError where its weights or its config cannot be read, or as in
+    `check_beside`."""
+    check_beside(folder)
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     read_json(config, "peft_type")
     try:
@@ -371,6 +376,19 @@ def check_files(folder: Path) -> set[str]:
             return set(file.keys())
     except SafetensorError as error:
         raise ValueError(f"{weights} is damaged or cut short ({error})") from error
+
+
+def check_beside(folder: Path) -> None:
+    """ValueError where a file that the adapter in `folder` lists is not beside it: without it the model would be
+    another one. Adapters of earlier versions list none."""
+    if not (folder / BASE_FILE).is_file():
+        return
+    listed = read_json(folder / BASE_FILE).get("files", [])
+    if not isinstance(listed, list) or not all(isinstance(file, str) for file in listed):
+        raise ValueError(f"{folder / BASE_FILE}: files must be a list of names")
+    for file in listed:
+        if not (folder / file).is_file():
+            raise ValueError(f"adapter {folder}: {file} is missing, which its {BASE_FILE} lists; copy the whole folder")
 
 
 def read_json(file: Path, *fields: str) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A PEFT file holds nothing but LoRA factors. What else was learned, router biases (router_bias.py) and indexers
 (indexer.py), lies beside it: fp32 tensors under their names in a checkpoint. `lora.load_adapter` applies them and
-`merge_adapter.py` writes them into the merged checkpoint. Readers that do not know the files, stock PEFT and servers
-among them, ignore them.
+`merge_adapter.py` writes them into the merged checkpoint; base_model.json lists the files, and both refuse a folder
+that lacks one. Readers that do not know the files, stock PEFT and servers among them, ignore them.
 """
 
 import os
@@ -48,12 +48,15 @@ def write_values(file: Path, values: Mapping[str, Tensor]) -> None:
 
 
 def read_values(file: Path, shapes: Mapping[str, torch.Size], owner: str) -> dict[str, Tensor]:
-    """The tensors of a file; none where there is no file. `owner`: what has them, for messages.
+    """The tensors of a file; none where nothing has its name. `owner`: what has them, for messages.
 
-    Raises ValueError that names file and tensor unless they are finite fp32 values for exactly these names and shapes.
+    Raises ValueError that names file and tensor unless they are finite fp32 values for exactly these names and shapes;
+    and for a folder, or a link to nothing, of this name.
     """
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
+    if not file.is_file():
+        raise ValueError(f"{file} is not a regular file, or a link to one")
     try:
         values = load_file(file)
     except SafetensorError as error:

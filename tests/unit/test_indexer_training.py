@@ -13,15 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modeling_latentmoe.training import lora
+from modeling_latentmoe.training import checkpoint, lora
 from modeling_latentmoe.training.attention_mass import Mass, attention_of
 from modeling_latentmoe.training.export import export
 from modeling_latentmoe.training.indexer import INDEXER_FILE, indexer_parameters, train_indexers
 from modeling_latentmoe.training.loading import checkpoint_activations, load_model
 from modeling_latentmoe.training.merge import merge
-from scripts import add_indexer, make_tiny
+from modeling_latentmoe.training.router_bias import BIAS_FILE
+from scripts import add_indexer, generate, make_tiny
 from scripts import lora as script
 
+from .adapters import change_json, make_adapter
 from .models import mixed_config, random_model
 from .test_lora_script import argv, metrics, same_state, without_times
 
@@ -356,6 +358,102 @@ def test_files_that_do_not_fit_are_refused(fault: str, warm: Path, small: Path, 
     save_file(values, tmp_path / "adapter" / INDEXER_FILE)
     with pytest.raises(ValueError, match=f"{re.escape(INDEXER_FILE)}: .*{message}"):
         lora.load_adapter(load_model(str(small), "fp32"), str(tmp_path / "adapter"))
+
+
+def test_a_folder_without_its_indexers_is_refused(sparse: Path, small: Path, tmp_path: Path, capsys) -> None:
+    """By every reader: the base's indexers would choose other keys for the same factors."""
+    folder, out = tmp_path / "adapter", tmp_path / "out"
+    shutil.copytree(sparse, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+    assert json.loads((folder / lora.BASE_FILE).read_text())["files"] == [INDEXER_FILE]
+    (folder / INDEXER_FILE).rename(folder / "renamed.safetensors")
+    message = f"adapter {folder}: {INDEXER_FILE} is missing, which its base_model.json lists; copy the whole folder"
+    for read in (
+        lambda: lora.load_adapter(load_model(str(small), "fp32"), str(folder)),
+        lambda: merge(small, folder, out),
+        lambda: export(folder, out),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read()
+    assert script.main(argv(small, out, "--adapter", str(folder))) == 2
+    assert message in capsys.readouterr().err
+    assert generate.main(["--model", str(small), "--question", "?", "--adapter", str(folder)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+    # One of an earlier version lists no files: it has no indexers, as far as it says.
+    fields = json.loads((folder / lora.BASE_FILE).read_text())
+    del fields["files"]
+    (folder / lora.BASE_FILE).write_text(json.dumps(fields))
+    lora.load_adapter(load_model(str(small), "fp32"), str(folder))
+    change_json(folder / lora.BASE_FILE, files=INDEXER_FILE)
+    with pytest.raises(ValueError, match=r"base_model\.json: files must be a list of names"):
+        lora.load_adapter(load_model(str(small), "fp32"), str(folder))
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_what_is_no_file_is_not_taken_for_none(kind: str, warm: Path, small: Path, tmp_path: Path) -> None:
+    """In an adapter of an earlier version, too, which lists no files."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(warm, folder)
+    change_json(folder / lora.BASE_FILE, files=[])
+    (folder / INDEXER_FILE).unlink()
+    if kind == "link":
+        (folder / INDEXER_FILE).symlink_to(tmp_path / "nowhere")
+    else:
+        (folder / INDEXER_FILE).mkdir()
+    message = rf"{re.escape(INDEXER_FILE)} is not a regular file"
+    with pytest.raises(ValueError, match=message):
+        lora.load_adapter(load_model(str(small), "fp32"), str(folder))
+    with pytest.raises(ValueError, match=message):
+        merge(small, folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="the adapter changes the indexers"):
+        export(folder, tmp_path / "out")
+
+
+def test_a_checkpoint_without_its_indexers_is_not_resumed(
+    sparse: Path, warm: Path, small: Path, tmp_path: Path, capsys
+) -> None:
+    output, name = tmp_path / "run", "checkpoint-000002"
+    output.mkdir()
+    shutil.copytree(sparse / name, output / name)
+    shutil.copy(sparse / "run.yaml", output)
+    (output / name / INDEXER_FILE).unlink()
+    switches = ["--train_indexer", "sparse", "--adapter", str(warm), "--lr_indexer", "2e-3", "--resume"]
+    assert script.main(argv(small, output, *more(*switches))) == 2
+    said = capsys.readouterr().err
+    assert f"--resume: adapter {output / name}: {INDEXER_FILE} is missing" in said
+    assert f"or delete {output / name} to continue from an earlier checkpoint" in said
+
+
+def test_files_of_an_earlier_adapter_do_not_stay(small: Path, tmp_path: Path) -> None:
+    base = load_model(str(small), "fp32")
+    indexers = {name: value.detach() for name, value in indexer_parameters(base).items()}
+    identity = lora.base_identity(base, str(small))
+    model = lora.add_adapter(base, **OPTIONS)
+    (tmp_path / BIAS_FILE).write_text("of another run")
+    checkpoint.save_adapter(model, tmp_path, identity, beside={INDEXER_FILE: indexers, BIAS_FILE: {}})
+    assert {file.name for file in tmp_path.iterdir()} == {*checkpoint.ADAPTER_FILES, INDEXER_FILE}
+    checkpoint.save_adapter(model, tmp_path, identity)
+    assert {file.name for file in tmp_path.iterdir()} == set(checkpoint.ADAPTER_FILES)
+    assert json.loads((tmp_path / lora.BASE_FILE).read_text()) == {**identity, "files": []}
+    lora.load_adapter(load_model(str(small), "fp32"), str(tmp_path))
+
+
+def test_merged_indexers_make_another_base(warm: Path, small: Path, tmp_path: Path) -> None:
+    """Of a merged warm-up all other weights are those of the base."""
+    merged, adapter = tmp_path / "merged", tmp_path / "adapter"
+    merge(small, warm, merged)
+    make_adapter(merged, adapter)
+    with pytest.raises(ValueError, match="was made for another base model"):
+        lora.load_adapter(load_model(str(small), "fp32"), str(adapter))
+    with pytest.raises(ValueError, match="was made for another base model"):
+        merge(small, adapter, tmp_path / "out")
+    lora.load_adapter(load_model(str(merged), "bf16"), str(adapter))
+    merge(merged, adapter, tmp_path / "out", experts="bf16")
+
+
+def test_a_digest_without_indexers_has_no_other_weights_than_before() -> None:
+    names = [name for name, _ in model_of("km").named_parameters() if lora.FINGERPRINT.search(name)]
+    layers = "language_model.model.layers"
+    assert names == [*(f"{layers}.{i}.self_attn.o_proj.weight" for i in (0, 1)), "language_model.model.norm.weight"]
 
 
 @pytest.mark.parametrize(
