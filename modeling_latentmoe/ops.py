@@ -538,7 +538,7 @@ def causal_attention(
     chosen = [True] * len(lengths) if chosen is None else chosen
     parts = [documents.pack(x.transpose(1, 2)).transpose(0, 1).split(lengths, dim=1) for x in (q_BNTK, k_BNTK, v_BNTV)]
     # The empty part keeps a batch of padding alone in the graph.
-    outputs_NtV = [v_BNTV[0, :, :0]]
+    outputs_NtV = [torch.cat([x[0, :, :0] for x in (q_BNTK, k_BNTK, v_BNTV)], dim=-1)[..., -v_BNTV.shape[-1] :]]
     for length, computed, *qkv_NtK in zip(lengths, chosen, *parts, strict=True):
         if computed:
             # A kernel is planned for every length; no real token looks at zeros behind the end.

@@ -2,10 +2,12 @@
 from."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -14,6 +16,14 @@ from modeling_latentmoe.image_processing_latentmoe import LatentMoEImageProcesso
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
 from modeling_latentmoe.tokenization_latentmoe import tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_processes_left() -> Iterator[None]:
+    """A run inside a test leaves its group of one process behind; the next test may want another."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def save_small_model(folder: Path, seed: int, **options: int) -> Path:
