@@ -59,7 +59,7 @@ def push(hub: LoopbackHub, hub_env: dict[str, str], tmp_path: Path, fresh_proces
     return run
 
 
-@kernel_repositories.EVERY
+@kernel_repositories.TOY_FIRST
 def test_get_kernel(
     folder: Path | None, push: Callable, hub_env: dict[str, str], fresh_process: Callable[..., str]
 ) -> None:

@@ -260,7 +260,8 @@ def test_a_sparse_stage_trains_both(sparse: Path, warm: Path) -> None:
     assert len(rates) == 4 and all(rate > 0 for rate in rates)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("warmup", marks=pytest.mark.slow), "sparse"])
+@pytest.mark.slow
+@STAGES
 def test_resume_is_exact(stage: str, warm: Path, sparse: Path, small: Path, tmp_path: Path) -> None:
     straight, output = {"warmup": warm, "sparse": sparse}[stage], tmp_path / "run"
     output.mkdir()

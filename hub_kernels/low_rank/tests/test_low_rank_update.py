@@ -48,7 +48,7 @@ def test_higher_ranks(agree, device, dtype, r):
     check(agree, inputs_of((9,), 72, 40, r, dtype, device))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [pytest.param(FP32, marks=pytest.mark.slow), BF16])
 def test_sums_in_several_programs(agree, device, dtype, monkeypatch):
     """Columns of a product and rows of a gradient are split where there would be few programs."""
     monkeypatch.setattr(products, "LEAST_COLUMNS", 70)
