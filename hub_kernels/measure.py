@@ -5,6 +5,7 @@ and writes `results/h200.json` at the top of the checkout: one entry per command
 our time and samples, the peers' times, the floor, peak memory, and our error over that of same-dtype torch.
 """
 
+import argparse
 import json
 import math
 import os
@@ -104,6 +105,20 @@ def row(
         "peak_gib": peak,
         "err_vs_torch": err_vs_torch,
     }
+
+
+def main(description: str, command: str, ops: dict[str, Callable[[bool], list[dict[str, Any]]]]) -> None:
+    """The command line of a benchmark of several operations, each a function of `quick` that returns its rows."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
+    parser.add_argument("--ops", default=",".join(ops), help=f"which of {', '.join(ops)}, separated by commas")
+    arguments = parser.parse_args()
+    chosen = arguments.ops.split(",")
+    if unknown := set(chosen) - set(ops):
+        parser.error(f"--ops: {', '.join(sorted(unknown))} is none of {', '.join(ops)}")
+    rows = [row for name in chosen for row in ops[name](arguments.quick)]
+    if not arguments.quick:
+        record(command if arguments.ops == parser.get_default("ops") else f"{command} --ops {arguments.ops}", rows)
 
 
 def record(command: str, rows: list[dict[str, Any]], file: Path = RESULTS) -> None:

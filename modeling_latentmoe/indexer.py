@@ -21,6 +21,7 @@ from torch import nn
 from .cache import LayerCache
 from .configuration_latentmoe import LatentMoETextConfig
 from .documents import Documents
+from .layers import WideProduct
 from .ops import dense_indexer_loss, head_probabilities, index_topk, indexer_loss
 from .sparse import Student, Teacher, keys_of_pools, pool_keys, with_tail
 
@@ -46,10 +47,7 @@ class WideLinear(nn.Linear):
     """A linear layer that multiplies in fp32 (or wider), whatever the dtype of input and weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        # Autocast would round the products.
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(wide), self.weight.to(wide))
+        return WideProduct.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 class LightningIndexer(nn.Module):

@@ -48,10 +48,8 @@ def kernel_for(name: str, choice: str, *tensors: torch.Tensor, problem: str | No
     first = tensors[0]
     if choice == "torch" or not first.numel():
         return None
-    if first.device.type not in DEVICES:
-        problem = f"kernels run on {' and '.join(DEVICES)} devices, the tensors are on {first.device}"
-    elif first.dtype not in DTYPES:
-        problem = f"there are no kernels for {first.dtype}"
+    if anywhere := _problem_of_tensors(first.device, first.dtype):
+        problem = anywhere
     elif any(x.dtype != first.dtype for x in tensors):
         # as under autocast, where a layer's result is narrower than what it is added to
         problem = f"the tensors differ in dtype: {', '.join(str(x.dtype) for x in tensors)}"
@@ -62,6 +60,18 @@ def kernel_for(name: str, choice: str, *tensors: torch.Tensor, problem: str | No
     if choice == "hub":
         raise ValueError(f'kernels="hub": {name}: {problem}; "auto" uses torch where a kernel does not apply')
     return None
+
+
+def check_choice(choice: str, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError where `choice` is "hub" and there are no kernels for tensors of this device and dtype."""
+    if choice == "hub" and (problem := _problem_of_tensors(device, dtype)):
+        raise ValueError(f'kernels="hub": {problem}; "auto" uses torch where a kernel does not apply')
+
+
+def _problem_of_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type not in DEVICES:
+        return f"kernels run on {' and '.join(DEVICES)} devices, the tensors are on {device}"
+    return None if dtype in DTYPES else f"there are no kernels for {dtype}"
 
 
 def load(name: str, choice: str) -> ModuleType | None:

@@ -29,7 +29,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from modeling_latentmoe.kernel_loading import kernel_for
+from modeling_latentmoe.kernel_loading import check_choice
 from modeling_latentmoe.mxfp4 import storage_report
 from modeling_latentmoe.training import checkpoint, data, files, lora, monitor
 from modeling_latentmoe.training.agreement import check_same_start
@@ -214,9 +214,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     # Processes, and the mesh of those that share the experts.
     accelerator = start_processes(args.output_dir, args.log_with, args.timeout)
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
-    if args.kernels == "hub":
-        # those of the residual stream are in every model
-        kernel_for("residual", "hub", torch.empty(1, dtype=DTYPES[args.dtype], device=accelerator.device))
+    check_choice(args.kernels, accelerator.device, DTYPES[args.dtype])
     base_config = load_config(args.model)
     check_layout(base_config, world, args.ep)
     placement = parse_placement(args.experts_in)

@@ -124,7 +124,7 @@ def test_yaml_files(failing: Failing, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
 def test_kernels_that_cannot_run(failing: Failing) -> None:
-    assert 'kernels="hub": residual: kernels run on cuda devices, the tensors are on cpu' in failing("--kernels", "hub")
+    assert 'kernels="hub": kernels run on cuda devices, the tensors are on cpu' in failing("--kernels", "hub")
 
 
 def test_output_folder_in_use(failing: Failing, tmp_path: Path) -> None:

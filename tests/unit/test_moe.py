@@ -10,6 +10,7 @@ from torch.autograd import gradcheck
 
 from modeling_latentmoe import ops
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig, LatentMoETextConfig
+from modeling_latentmoe.layers import WideProduct
 from modeling_latentmoe.moe import Experts, LatentMoE, Router
 from modeling_latentmoe.mxfp4 import assert_packed, decode, encode, storage_report
 from modeling_latentmoe.ops import ExpertMatrices, GroupedMatmul, LowRank, expert_mlp, grouped_linear, route
@@ -476,3 +477,32 @@ def test_same_bits_on_every_run_and_in_any_company():
     first, again = moe(x_BTD)[0], moe(x_BTD)[0]
     assert torch.equal(first, again)
     torch.testing.assert_close(moe(x_BTD[:, 7:8])[0], first[:, 7:8], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_wide_product_and_its_gradients(dtype: torch.dtype) -> None:
+    """Of the router: logits as of wide copies, gradients that err against float64 no more than those of such copies."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    x, weight = (
+        torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in ((50, 300), (40, 300))
+    )
+    grad = torch.randn(50, 40, generator=generator, dtype=wide)
+    logits = WideProduct.apply(x, weight)
+    assert torch.equal(logits, x.to(wide) @ weight.to(wide).T) and logits.dtype == wide
+    plain = torch.autograd.grad(x.to(wide) @ weight.to(wide).T, (x, weight), grad)
+    true = grad.double() @ weight.double(), grad.double().T @ x.double()
+    for ours, other, exact in zip(torch.autograd.grad(logits, (x, weight), grad), plain, true, strict=True):
+        assert ours.dtype == dtype
+        errors = [((y.double() - exact).norm() / exact.norm()).item() for y in (ours, other)]
+        # Both round to the dtype; before that two bf16 parts of a gradient keep 16 bits of it, which are 2 ** -17 here.
+        assert errors[0] <= 1.01 * errors[1]
+
+
+def test_autocast_does_not_round_the_router_s_gradient() -> None:
+    x, weight = torch.randn(6, 30, requires_grad=True), torch.randn(5, 30, requires_grad=True)
+    logits = WideProduct.apply(x, weight)
+    want = torch.autograd.grad(logits, (x, weight), logits.detach(), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(logits, (x, weight), logits.detach())
+    assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))

@@ -9,7 +9,6 @@ log decays or betas gets them computed inside the timed function. The others are
 Legend: T tokens, H heads, K key and value width.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -221,19 +220,5 @@ def chunk_rows(quick: bool) -> list[dict[str, Any]]:
 OPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {"chunk": chunk_rows, "conv": conv.rows, "decode": decode.rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    parser.add_argument("--ops", default=",".join(OPS), help="which of chunk, conv and decode, separated by commas")
-    arguments = parser.parse_args()
-    chosen = arguments.ops.split(",")
-    if unknown := set(chosen) - set(OPS):
-        parser.error(f"--ops: {', '.join(sorted(unknown))} is none of {', '.join(OPS)}")
-    rows = [row for name in chosen for row in OPS[name](arguments.quick)]
-    if not arguments.quick:
-        command = COMMAND if arguments.ops == parser.get_default("ops") else f"{COMMAND} --ops {arguments.ops}"
-        measure.record(command, rows)
-
-
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, COMMAND, OPS)

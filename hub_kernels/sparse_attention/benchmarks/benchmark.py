@@ -7,11 +7,11 @@ Every query selects 2048 random earlier keys, or all where there are fewer. Besi
 gathered keys, a few queries at a time; TileLang's example, if TILELANG_EXAMPLES names its folder
 (examples/deepseek_v32 of a checkout), with heads padded to 128; and cuDNN's dense causal attention with the 192 + 128
 columns of expanded heads, which is another function: rows "DSA" compare with it what replaces it, index and attention.
+The indexer's own rows are described in index.py.
 
 Legend: T queries and keys, N heads, L columns of a key, V of them values, k selected keys per query.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1] / "torch-ext"), str(HERE.parents[2])]
 
+import index  # noqa: E402
 import measure  # noqa: E402
 import sparse_attention as kernel  # noqa: E402
 
@@ -247,22 +248,12 @@ def dsa_rows(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-OPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {"attention": attention_rows, "dsa": dsa_rows}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    parser.add_argument("--ops", default=",".join(OPS), help="which of attention and dsa, separated by a comma")
-    arguments = parser.parse_args()
-    chosen = arguments.ops.split(",")
-    if unknown := set(chosen) - set(OPS):
-        parser.error(f"--ops: {', '.join(sorted(unknown))} is none of {', '.join(OPS)}")
-    rows = [row for name in chosen for row in OPS[name](arguments.quick)]
-    if not arguments.quick:
-        command = COMMAND if arguments.ops == parser.get_default("ops") else f"{COMMAND} --ops {arguments.ops}"
-        measure.record(command, rows)
+OPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
+    "attention": attention_rows,
+    "index": index.rows,
+    "dsa": dsa_rows,
+}
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, COMMAND, OPS)

@@ -1,8 +1,5 @@
 """The indexer on one GPU, 64 heads of 128: verified against the torch definition, then timed beside it.
 
-    python hub_kernels/sparse_attention/benchmarks/index.py            # writes results/h200.json
-    python hub_kernels/sparse_attention/benchmarks/index.py --quick    # few repeats, nothing written
-
 Selections are compared with those by float64 scores, for some of the queries; a key may differ only where its score is
 within rounding of the last one selected. The definition runs on blocks of queries, as all its scores at once would not
 fit.
@@ -10,19 +7,12 @@ fit.
 Legend: T queries and keys, I index heads, K width of an index head, k selected keys.
 """
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
+import measure
 import torch
-
-HUB_KERNELS = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(HUB_KERNELS), str(HUB_KERNELS.parent), str(HUB_KERNELS / "sparse_attention" / "torch-ext")]
-
-import measure  # noqa: E402
-from sparse_attention import index_topk, indexer_loss, indexer_loss_reference  # noqa: E402
-from sparse_attention.index_reference import index_scores_reference, index_topk_reference, select_reference  # noqa: E402
+from sparse_attention import index_topk, indexer_loss, indexer_loss_reference
+from sparse_attention.index_reference import index_scores_reference, index_topk_reference, select_reference
 
 I, K, TOP = 64, 128, 2048  # noqa: E741
 TOKENS = (8192, 32768, 131072)
@@ -145,19 +135,9 @@ def loss_rows(T: int, error: float, quick: bool) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    quick = parser.parse_args().quick
+def rows(quick: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    error = loss_error()
-    found = []
+    error, found = loss_error(), []
     for T in TOKENS[:1] if quick else TOKENS:
-        found += selection_rows(T, quick)
-        found += loss_rows(T, error, quick)
-    if not quick:
-        measure.record("python hub_kernels/sparse_attention/benchmarks/index.py", found)
-
-
-if __name__ == "__main__":
-    main()
+        found += [*selection_rows(T, quick), *loss_rows(T, error, quick)]
+    return found

@@ -7,13 +7,11 @@ from .index_reference import index_scores_reference, index_topk_reference
 from .loss import indexer_loss
 from .loss_dense import dense_indexer_loss
 from .loss_reference import indexer_loss_reference
-from .pool import expand_pools
 from .probabilities import head_probabilities
 from .reference import head_probabilities_reference, sparse_attention_reference
 
 __all__ = [
     "dense_indexer_loss",
-    "expand_pools",
     "head_probabilities",
     "head_probabilities_reference",
     "index_scores_reference",
