@@ -2,7 +2,8 @@
 
 A benchmark verifies every candidate against float64 first, then times all that passed in one process, interleaved,
 and writes `results/h200.json` at the top of the checkout: one entry per command, whose rows name `op` and `shape`,
-our time and samples, the peers' times, the floor, peak memory, and our error over that of same-dtype torch.
+our time and samples, the peers' times, the floor, peak memory, and our error over that of same-dtype torch. Every row
+is written as soon as it is measured, so that a run that is cut short keeps what it has.
 """
 
 import argparse
@@ -11,7 +12,8 @@ import math
 import os
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ import triton
 # Ceilings of one H200, measured on random data: a device-to-device copy and a large bf16 matrix product.
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "h200.json"
+# Whose versions a record names where they are installed, beside those of torch and Triton.
+PEERS = ("flash-linear-attention", "nemo-automodel", "tilelang", "liger-kernel", "transformers")
 
 
 def floor_ms(flops: float, moved_bytes: float) -> float:
@@ -107,8 +111,8 @@ def row(
     }
 
 
-def main(description: str, command: str, ops: dict[str, Callable[[bool], list[dict[str, Any]]]]) -> None:
-    """The command line of a benchmark of several operations, each a function of `quick` that returns its rows."""
+def main(description: str, command: str, ops: dict[str, Callable[[bool], Iterable[dict[str, Any]]]]) -> None:
+    """The command line of a benchmark of several operations, each a function of `quick` that gives its rows."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
     parser.add_argument("--ops", default=",".join(ops), help=f"which of {', '.join(ops)}, separated by commas")
@@ -116,25 +120,48 @@ def main(description: str, command: str, ops: dict[str, Callable[[bool], list[di
     chosen = arguments.ops.split(",")
     if unknown := set(chosen) - set(ops):
         parser.error(f"--ops: {', '.join(sorted(unknown))} is none of {', '.join(ops)}")
-    rows = [row for name in chosen for row in ops[name](arguments.quick)]
-    if not arguments.quick:
-        record(command if arguments.ops == parser.get_default("ops") else f"{command} --ops {arguments.ops}", rows)
+    for name in chosen:
+        rows = ops[name](arguments.quick)
+        if arguments.quick:
+            list(rows)
+        else:
+            record(f"{command} --ops {name}", rows)
 
 
-def record(command: str, rows: list[dict[str, Any]], file: Path = RESULTS) -> None:
-    """Write the rows into the record file, in place of those that the same command left there earlier."""
-    describe = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    entry = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
-        "command": command,
-        "commit": commit,
-        "rows": rows,
-    }
+def record(command: str, rows: Iterable[dict[str, Any]], file: Path = RESULTS) -> None:
+    """Write the rows into the record file, each as it comes, in place of those that the same command left there."""
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    versions |= {name: metadata.version(name) for name in PEERS if installed(name)}
+    measured: list[dict[str, Any]] = []
+    entry = {"device": torch.cuda.get_device_name(), "versions": versions, "command": command, "commit": commit()}
+    for row in rows:
+        measured.append(row)
+        write_entry(entry | {"rows": measured}, file)
+
+
+def commit() -> str:
+    """The checkout's commit, "-dirty" where files other than records differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=RESULTS.parents[1], capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS.parent.name}")
+    return git("describe", "--always") + ("-dirty" if changed else "")
+
+
+def installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def write_entry(entry: dict[str, Any], file: Path) -> None:
+    """Put the entry into the record file, in place of one of the same command."""
     entries = json.loads(file.read_text()) if file.is_file() else []
     commands = [old["command"] for old in entries]
-    place = commands.index(command) if command in commands else len(entries)
+    place = commands.index(entry["command"]) if entry["command"] in commands else len(entries)
     entries[place : place + 1] = [entry]
     file.parent.mkdir(exist_ok=True)
     partial = file.with_suffix(".partial")

@@ -14,7 +14,9 @@ layers run in the same process, bf16, without adapters, with the fastest of its 
 Results, with the device time by what it is spent on, go to results/h200.json.
 """
 
+import argparse
 import importlib
+import itertools
 import json
 import shlex
 import statistics
@@ -264,33 +266,29 @@ def bench(argv: Sequence[str]) -> None:
     if args.block:
         block(56, 8192)
         return
-    model = build(args.experts)
-    config = text_model(model).config
-    verify(model)
-    shapes = [(tokens, recompute) for recompute in (False, True) for tokens in args.tokens]
-    ours, checkpointed = {}, False
-    for tokens, recompute in shapes:
-        if recompute and not checkpointed:
+    measure.record(shlex.join(["python", "scripts/bench_step.py", *argv]), step_rows(args))
+
+
+def step_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    verify(build(args.experts))
+    for recompute, tokens in itertools.product((False, True), args.tokens):
+        model = build(args.experts)
+        config = text_model(model).config
+        if recompute:
             checkpoint_activations(model.get_base_model())
-            checkpointed = True
         step = step_of(model, tokens)
-        ours[tokens, recompute] = measured("ours", step, tokens), parts(step)
+        samples, peak = measured("ours", step, tokens)
+        spent = parts(step)
         if args.experts == ALL_EXPERTS and not recompute and tokens == args.tokens[0]:
             project(model, step, tokens)
-        del step
-        torch.cuda.empty_cache()
-    del model
-    torch.cuda.empty_cache()
-    rows = []
-    for tokens, recompute in shapes:
-        (samples, peak), spent = ours[tokens, recompute]
+        # NeMo's experts have 16 bits: it may have the whole GPU.
+        del model, step
         times = {"ours": samples} | ({} if args.no_peer else nemo(args.experts, tokens, recompute))
         flops = 2 * tokens * forward_flops_per_token(config, tokens, head=False)
         shape = f"T={tokens}{', full recompute' if recompute else ''}, {args.experts} experts"
         row = measure.row(STEP, shape, times, flops / measure.FLOPS_PER_SECOND * 1e3, peak, None)
-        print(f"  {flops / row['ours_ms'] * 1e3 / PEAK_FLOPS:.1%} of 989 TFLOP/s; ms by part: {spent}")
-        rows.append(row | {"parts_ms": spent})
-    measure.record(shlex.join(["python", "scripts/bench_step.py", *argv]), rows)
+        print(f"  {flops / row['ours_ms'] * 1e3 / PEAK_FLOPS:.1%} of 989 TFLOP/s; ms by part: {spent}", flush=True)
+        yield row | {"parts_ms": spent}
 
 
 def project(model: nn.Module, whole: Callable[[], Any], tokens: int) -> None:
@@ -313,7 +311,7 @@ def nemo(experts: int, tokens: int, recompute: bool) -> dict[str, list[float]]:
         step = nemo_step(experts, tokens, recompute)
         return {name: measured(name, step, tokens)[0]}
     except (ImportError, torch.cuda.OutOfMemoryError) as error:
-        print(f"{name}, T={tokens}: {type(error).__name__} {' '.join(str(error).split())[:100]}")
+        print(f"{name}, T={tokens}: {type(error).__name__} {' '.join(str(error).split())[:100]}", flush=True)
         return {}
 
 

@@ -52,14 +52,6 @@ def follow(dtype: torch.dtype, device: str, steps: int, tolerance: float) -> Non
     assert plain[-1] < 0.9 * plain[0], "the model does not learn, the comparison says little"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the test below runs on the GPU")
-def test_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_loading, "DEVICES", ("cpu",))
-    plain, ours = (losses(choice, torch.float32, "cpu", 2) for choice in ("torch", "auto"))
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=1e-4, atol=0)
-
-
 @pytest.mark.gpu
 def test_on_the_gpu() -> None:
     follow(torch.bfloat16, "cuda", STEPS, 1e-2)

@@ -5,10 +5,10 @@ python hub_kernels/linear_cross_entropy/benchmarks/benchmark.py [--quick]
 Public implementations are timed where they are installed: flash-linear-attention, liger-kernel, cut-cross-entropy.
 """
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1] / "torch-ext"), str(HERE.parents[2])]
 
 from linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference  # noqa: E402
-from measure import floor_ms, peak_gib, record, relative_error, row, samples_ms  # noqa: E402
+from measure import floor_ms, main, peak_gib, relative_error, row, samples_ms  # noqa: E402
 
 T, D, V = 8192, 7168, 163840
 # Errors over those of the torch definition: ours may reach the first, another implementation the second.
@@ -113,10 +113,7 @@ def verified(losses: dict[str, Loss], hidden, weight, target) -> tuple[dict[str,
     return kept, ratio["ours"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three samples, and no implementation that takes long")
-    quick = parser.parse_args().quick
+def loss_rows(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     hidden = torch.randn(T, D, device="cuda", dtype=torch.bfloat16)
     weight = torch.empty(V, D, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
@@ -135,7 +132,7 @@ def main() -> None:
     times = samples_ms(training, repeats)
     memory = {name: peak_gib(step) for name, step in training.items()}
     floor = floor_ms(2 * product, weight_bytes + 2 * hidden_bytes)
-    rows = [row("frozen-head linear + CE fwd + d hidden", shape, times, floor, memory["ours"], error)]
+    yield row("frozen-head linear + CE fwd + d hidden", shape, times, floor, memory["ours"], error)
     print("peak GiB above the inputs: " + ", ".join(f"{name} {gib:.2f}" for name, gib in memory.items()))
 
     def forward(loss: Loss) -> Callable[[], torch.Tensor]:
@@ -144,10 +141,8 @@ def main() -> None:
     inference = {name: forward(loss) for name, loss in losses.items()}
     times, memory = samples_ms(inference, repeats), peak_gib(inference["ours"])
     floor = floor_ms(product, weight_bytes + hidden_bytes)
-    rows.append(row("frozen-head linear + CE fwd", shape, times, floor, memory, None))
-    if not quick:
-        record("python hub_kernels/linear_cross_entropy/benchmarks/benchmark.py", rows)
+    yield row("frozen-head linear + CE fwd", shape, times, floor, memory, None)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "python hub_kernels/linear_cross_entropy/benchmarks/benchmark.py", {"loss": loss_rows})

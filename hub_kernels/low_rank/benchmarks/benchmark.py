@@ -6,9 +6,8 @@
 Legend: T tokens, r rank, I and O widths of a layer's input and output.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def verified(inputs: Sequence[torch.Tensor], dout: torch.Tensor) -> tuple[dict[s
     return {n: f for n, f in CANDIDATES.items() if max(errors[n]) <= PEER_ERROR}, ratios[0], max(ratios)
 
 
-def rows_of(inputs: Sequence[torch.Tensor], dout: torch.Tensor, repeats: int) -> list[dict[str, Any]]:
+def rows_of(inputs: Sequence[torch.Tensor], dout: torch.Tensor, repeats: int) -> Iterator[dict[str, Any]]:
     """Rows of the forward pass and of forward and backward."""
     candidates, out_ratio, worst_ratio = verified(inputs, dout)
     I_bytes, O_bytes = inputs[1].nbytes, inputs[0].nbytes
@@ -87,31 +86,23 @@ def rows_of(inputs: Sequence[torch.Tensor], dout: torch.Tensor, repeats: int) ->
         ("fwd", forward, forward_bytes, out_ratio),
         ("fwd+bwd", lambda f: with_gradients(f, inputs, dout), forward_bytes + 2 * I_bytes + O_bytes, worst_ratio),
     ]
-    rows = []
     for name, run, least, ratio in passes:
         timed = {key: (lambda function=function, run=run: run(function)) for key, function in candidates.items()}
         times = measure.samples_ms(timed, repeats)
         shape = f"T={len(dout)}, {inputs[1].shape[1]} -> {dout.shape[1]}, r={RANK}"
         peak = measure.peak_gib(timed["ours"])
-        rows.append(measure.row(f"low-rank update {name}", shape, times, measure.floor_ms(0, least), peak, ratio))
-    return rows
+        yield measure.row(f"low-rank update {name}", shape, times, measure.floor_ms(0, least), peak, ratio)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    quick = parser.parse_args().quick
+def update_rows(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
-    rows = []
     for K, N in WIDTHS:
         y, x = (torch.randn(T, width, device="cuda", dtype=torch.bfloat16) for width in (N, K))
         a, b = torch.randn(RANK, K, device="cuda") * K**-0.5, torch.randn(N, RANK, device="cuda") * RANK**-0.5
         inputs = [tensor.requires_grad_() for tensor in (y, x, a, b)]
-        rows += rows_of(inputs, torch.randn_like(y), 3 if quick else 12)
+        yield from rows_of(inputs, torch.randn_like(y), 3 if quick else 12)
         del y, x, inputs
-    if not quick:
-        measure.record("python hub_kernels/low_rank/benchmarks/benchmark.py", rows)
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, "python hub_kernels/low_rank/benchmarks/benchmark.py", {"update": update_rows})

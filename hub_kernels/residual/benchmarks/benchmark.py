@@ -6,9 +6,8 @@
 Legend: T tokens, J sources, D model width, H heads, K head width.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def rows_of(
     dout: torch.Tensor,
     moved_bytes: tuple[float, float],
     repeats: int,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Rows of the forward pass and of forward and backward; moved_bytes: the least traffic of each."""
     candidates, out_ratio, worst_ratio = verified(candidates, definition, inputs, dout)
 
@@ -119,26 +118,19 @@ def rows_of(
         ("fwd", forward, moved_bytes[0], out_ratio),
         ("fwd+bwd", lambda function: with_gradients(function, inputs, dout), sum(moved_bytes), worst_ratio),
     ]
-    rows = []
     for name, run, least, ratio in passes:
         timed = {key: (lambda function=function, run=run: run(function)) for key, function in candidates.items()}
         times = measure.samples_ms(timed, repeats)
         peak = measure.peak_gib(timed["ours"])
-        rows.append(measure.row(f"{op} {name}", shape, times, measure.floor_ms(0, least), peak, ratio))
-    return rows
+        yield measure.row(f"{op} {name}", shape, times, measure.floor_ms(0, least), peak, ratio)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    quick = parser.parse_args().quick
-    repeats = 3 if quick else 12
+def mixture_rows(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
-
     sources = [torch.randn(T, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(J)]
     score = (3 * D**-0.5 * torch.randn(D, device="cuda")).requires_grad_()
     row_bytes = 2 * T * D
-    rows = rows_of(
+    return rows_of(
         "attention residual",
         f"L={J}, T={T} x {D}",
         mixture_candidates(),
@@ -146,14 +138,16 @@ def main() -> None:
         [*sources, score],
         torch.randn(T, D, device="cuda", dtype=torch.bfloat16),
         ((J + 1) * row_bytes, (2 * J + 1) * row_bytes),
-        repeats,
+        3 if quick else 12,
     )
-    del sources, score
 
+
+def gated_norm_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
     x, gate = (torch.randn(T, H, K, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     weight = (1 + torch.randn(K, device="cuda") / 4).requires_grad_()
     row_bytes = 2 * T * H * K
-    rows += rows_of(
+    return rows_of(
         "gated RMSNorm",
         f"T={T} x {H} x {K}",
         gated_norm_candidates(),
@@ -161,11 +155,13 @@ def main() -> None:
         [x, gate, weight],
         torch.randn(T, H, K, device="cuda", dtype=torch.bfloat16),
         (3 * row_bytes, 5 * row_bytes),
-        repeats,
+        3 if quick else 12,
     )
-    if not quick:
-        measure.record("python hub_kernels/residual/benchmarks/benchmark.py", rows)
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(
+        __doc__,
+        "python hub_kernels/residual/benchmarks/benchmark.py",
+        {"mixture": mixture_rows, "gated_norm": gated_norm_rows},
+    )
