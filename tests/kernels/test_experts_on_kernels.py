@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_model import check
+from torch.utils.checkpoint import checkpoint
 
 from modeling_latentmoe import kernel_loading, ops
 from modeling_latentmoe.mxfp4 import encode
@@ -23,7 +24,10 @@ def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def results(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, stacks: list, factors: list, held: range, kernels: str
 ) -> dict[str, torch.Tensor]:
-    """Sum over the experts `held` and all gradients; matrices and arithmetic in the dtype of x."""
+    """Sum over the experts `held` and all gradients; matrices and arithmetic in the dtype of x.
+
+    With kernels, the sum is computed again in the backward pass, as activation checkpointing does.
+    """
     config = SimpleNamespace(
         kernels=kernels,
         num_experts=6,
@@ -38,7 +42,11 @@ def results(
         weight = weight[here] if scale is not None else weight[here].to(x.dtype)
         adapter = ops.LowRank(a[here], b[here], 0.5)
         matrices.append(ops.ExpertMatrices(weight, None if scale is None else scale[here], (adapter,)))
-    out = ops.expert_mlp(leaves[0], ids - held.start, leaves[1], *matrices, config)
+    inputs = leaves[0], ids - held.start, leaves[1], *matrices, config
+    if kernels == "torch":
+        out = ops.expert_mlp(*inputs)
+    else:
+        out = checkpoint(ops.expert_mlp, *inputs, use_reentrant=False)
     gradients = torch.autograd.grad(out, leaves, torch.ones_like(out).tril())
     return {"out": out.detach()} | {f"gradient {n}": g for n, g in enumerate(gradients)}
 

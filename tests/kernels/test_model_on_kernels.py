@@ -37,6 +37,19 @@ def test_in_the_interpreter(layout: str, monkeypatch: pytest.MonkeyPatch) -> Non
     check({"heads": 1, "layers": 2}, batches(T=18)[layout], torch.float32)
 
 
+@pytest.mark.slow
+def test_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activation checkpointing runs the kernels twice and reads what they saved: the same bits."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(kernel_loading, "DEVICES", (device,))
+    monkeypatch.setattr(kernel_loading, "_LOADED", {})
+    model, batch = small_model(heads=1, layers=2).to(device).train(), batches(device, T=18)["packed"]
+    want = {name: value.clone() for name, value in results(model, batch, "auto").items()}
+    model.gradient_checkpointing_enable()
+    for name, value in results(model, batch, "auto").items():
+        assert torch.equal(value, want[name]), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])

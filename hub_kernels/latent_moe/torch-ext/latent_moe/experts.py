@@ -130,8 +130,9 @@ def _backward(ctx, dout_TL, *_):
     results = [None] * len(ctx.others)
     if dout_TL is None:
         return tuple(results)
-    count = len(ctx.others)
-    tensors, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    # Read once: activation checkpointing refuses to give them twice.
+    saved = ctx.saved_tensors
+    tensors, kept = saved[: len(ctx.others)], saved[len(ctx.others) :]
     inputs = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
     gradients = iter(_expert_mlp_backward(dout_TL, *inputs, *kept))
     for place in _DIFFERENTIABLE:
