@@ -3,6 +3,7 @@
     python scripts/bench_step.py                             # 112 experts (one rank of EP8), 8192 and 32768 tokens
     python scripts/bench_step.py --experts 896 --tokens 8192 # all experts, and what 93 layers would take
     python scripts/bench_step.py --block                     # one block of 56 experts beside torch with bf16 weights
+    torchrun --nproc_per_node 2 scripts/bench_step.py --ep 2 # 896 experts over two GPUs beside all of them on each
     python scripts/bench_step.py --draw                      # results/step.png, of steps recorded before, without a GPU
 
 Layers 0-3 are KDA with a dense feed-forward, two of KDA with experts and one of MLA with experts, at full width, with
@@ -18,24 +19,30 @@ import argparse
 import importlib
 import itertools
 import json
+import os
 import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from modeling_latentmoe import kernel_loading
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.training.commands import Parser, run_command
+from modeling_latentmoe.training.expert_parallel import expert_parallel
 from modeling_latentmoe.training.flops import forward_flops_per_token
 from modeling_latentmoe.training.loading import checkpoint_activations
 from modeling_latentmoe.training.lora import add_adapter
+from modeling_latentmoe.training.mesh import build_mesh
+from modeling_latentmoe.training.streaming import restrict_experts
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "hub_kernels"))
@@ -46,12 +53,14 @@ LAYERS, ALL_EXPERTS = 4, 896
 STEP = "K3 slice, LoRA step"
 # Layers of the released model like layer 0, like layers 1 and 2, like layer 3.
 RELEASED = {"KDA, dense": 1, "KDA, experts": 68, "MLA, experts": 24}
+GEMMS = ("gemm", "nvjet", "cutlass", "xmma", "cublas")
 # Kernels by a part of their name, the first match counts; those of hub_kernels/ are found by their sources.
-LIBRARIES = {"attention": ("fmha", "flash", "sdpa"), "dense products": ("gemm", "nvjet", "cutlass", "xmma", "cublas")}
+LIBRARIES = {"all-to-all": ("nccl",), "attention": ("fmha", "flash", "sdpa"), "dense products": GEMMS}
 
 
-def build(experts: int, packed: bool = True) -> nn.Module:
-    """Text model of LAYERS layers on the GPU with random weights, PEFT adapters around it."""
+def build(experts: int, packed: bool = True, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Text model of LAYERS layers on the GPU with random weights, PEFT adapters around it; with a mesh, experts are
+    shared over its axis "ep"."""
     released = LatentMoEConfig.kimi_k3().to_dict()
     text, kinds = released["text_config"], released["text_config"]["linear_attn_config"]
     for kind in ("kda_layers", "full_attn_layers"):
@@ -65,6 +74,8 @@ def build(experts: int, packed: bool = True) -> nn.Module:
     config = LatentMoEConfig.from_dict(released)
     with torch.device("meta"):
         model = LatentMoEForConditionalGeneration(config).to(torch.bfloat16)
+    if mesh:
+        restrict_experts(model, mesh.get_local_rank("ep"), mesh["ep"].size())
     model.to_empty(device="cuda")
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -76,6 +87,8 @@ def build(experts: int, packed: bool = True) -> nn.Module:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
+    if mesh:
+        expert_parallel(model, mesh)
     return model.train()
 
 
@@ -256,6 +269,7 @@ def bench(argv: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="default 8192 32768")
     parser.add_argument("--no_peer", action="store_true", help="leave NeMo AutoModel out")
     parser.add_argument("--block", action="store_true", help="only one block of 56 experts, 8192 tokens")
+    parser.add_argument("--ep", type=int, default=1, help="GPUs that share 896 experts, as many as torchrun starts")
     parser.add_argument("--draw", action="store_true", help="only draw results/step.png from what was recorded")
     args = parser.parse_args(argv)
     if args.draw:
@@ -265,6 +279,9 @@ def bench(argv: Sequence[str]) -> None:
         raise ValueError("bench_step.py needs a GPU, torch sees none")
     if args.block:
         block(56, 8192)
+        return
+    if args.ep > 1:
+        parallel(args, argv)
         return
     measure.record(shlex.join(["python", "scripts/bench_step.py", *argv]), step_rows(args))
 
@@ -289,6 +306,45 @@ def step_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row = measure.row(STEP, shape, times, flops / measure.FLOPS_PER_SECOND * 1e3, peak, None)
         print(f"  {flops / row['ours_ms'] * 1e3 / PEAK_FLOPS:.1%} of 989 TFLOP/s; ms by part: {spent}", flush=True)
         yield row | {"parts_ms": spent}
+
+
+def parallel(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """All experts over `--ep` GPUs, beside all of them on every GPU, which then have nothing to exchange."""
+    if os.environ.get("WORLD_SIZE") != str(args.ep):
+        raise ValueError(f"--ep {args.ep}: start it with torchrun --nproc_per_node {args.ep} scripts/bench_step.py")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    launch = ["torchrun", "--nproc_per_node", str(args.ep), "scripts/bench_step.py", *argv]
+    rows = parallel_rows(args.tokens, build_mesh(args.ep, args.ep, "cuda"))
+    if dist.get_rank() == 0:
+        measure.record(shlex.join(launch), rows)
+    else:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            list(rows)
+    dist.destroy_process_group()
+
+
+def parallel_rows(lengths: Sequence[int], mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
+    for tokens in lengths:
+        times, peaks = {}, {}
+        for name, over in (("ours", mesh), ("all experts on every GPU", None)):
+            try:
+                model = build(ALL_EXPERTS, mesh=over)
+                config, step = text_model(model).config, step_of(model, tokens)
+                times[name], peaks[name] = measured(f"{name}, T={tokens}", step, tokens)
+                if over:
+                    spent = parts(step)
+            except torch.cuda.OutOfMemoryError:
+                if over:
+                    raise
+                print(f"{name}, T={tokens}: out of memory", flush=True)
+            model = step = None
+            torch.cuda.empty_cache()
+        flops = 2 * tokens * forward_flops_per_token(config, tokens, head=False)
+        shape = f"T={tokens} per GPU, {ALL_EXPERTS} experts over {mesh['ep'].size()}"
+        row = measure.row(STEP, shape, times, flops / measure.FLOPS_PER_SECOND * 1e3, peaks["ours"], None)
+        print(f"  {flops / row['ours_ms'] * 1e3 / PEAK_FLOPS:.1%} of 989 TFLOP/s; ms by part: {spent}", flush=True)
+        yield row | {"parts_ms": spent, "peaks_gib": peaks}
 
 
 def project(model: nn.Module, whole: Callable[[], Any], tokens: int) -> None:

@@ -80,7 +80,7 @@ def worlds(rank: int, world: int) -> list[dict[str, Tensor]]:
     return [balanced(rank, world, experts, sharded) for experts in (4, 7) for sharded in (False, True)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_biases_are_those_of_one_process(tmp_path: Path, alone: dict, world: int) -> None:
     """To the bit, on every process, with replicated routers and with routers that FSDP2 shards unevenly: 7 experts
     over 2 or 3 processes, 4 over 3, where the last one holds nothing."""
@@ -110,7 +110,7 @@ def losses(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_auxiliary_loss_is_that_of_one_process(tmp_path: Path, world: int) -> None:
     expected = losses(0, 1)
     assert expected[0][0].item() == pytest.approx(1) and expected[1][0].item() > 1.05

@@ -95,6 +95,7 @@ except ValueError as error:
     assert 'kernels="hub": toy: user/absent, revision v1, was not fetched' in printed
 
 
+@pytest.mark.slow
 def test_another_revision_is_not_taken(
     push: Callable, hub_env: dict[str, str], fresh_process: Callable[..., str]
 ) -> None:

@@ -102,6 +102,7 @@ def test_ranges(hub: LoopbackHub, hub_env: dict[str, str], fresh_process: Callab
         urllib.request.urlopen(urllib.request.Request(url, headers={"Range": "bytes=100-"}))
 
 
+@pytest.mark.slow
 def test_dataset_round_trip(hub_env: dict[str, str], fresh_process: Callable[..., str]) -> None:
     """Chats with images pushed by `datasets`, read back by the training data reader, whole and streamed."""
     fresh_process(DATASET, env=hub_env, package=True)

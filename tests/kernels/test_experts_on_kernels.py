@@ -43,10 +43,7 @@ def results(
         adapter = ops.LowRank(a[here], b[here], 0.5)
         matrices.append(ops.ExpertMatrices(weight, None if scale is None else scale[here], (adapter,)))
     inputs = leaves[0], ids - held.start, leaves[1], *matrices, config
-    if kernels == "torch":
-        out = ops.expert_mlp(*inputs)
-    else:
-        out = checkpoint(ops.expert_mlp, *inputs, use_reentrant=False)
+    out = ops.expert_mlp(*inputs) if kernels == "torch" else checkpoint(ops.expert_mlp, *inputs, use_reentrant=False)
     gradients = torch.autograd.grad(out, leaves, torch.ones_like(out).tril())
     return {"out": out.detach()} | {f"gradient {n}": g for n, g in enumerate(gradients)}
 

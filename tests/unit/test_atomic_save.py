@@ -70,8 +70,8 @@ def killed_at(step: int, action) -> bool:
         os._exit(1)
 
 
-@pytest.mark.parametrize("new", [SHARDED, WHOLE], ids=["sharded", "whole"])
-@pytest.mark.parametrize("old", [SHARDED, WHOLE], ids=["sharded", "whole"])
+@pytest.mark.parametrize("new", [SHARDED, pytest.param(WHOLE, marks=pytest.mark.slow)], ids=["sharded", "whole"])
+@pytest.mark.parametrize("old", [SHARDED, pytest.param(WHOLE, marks=pytest.mark.slow)], ids=["sharded", "whole"])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint(models, tmp_path, old, new):
     before, after = (weights_of(m, tmp_path / str(i)) for i, m in enumerate(models))
     seen = []
@@ -136,7 +136,7 @@ def test_other_files_and_other_weights_in_the_folder_are_left_alone(models, tmp_
     assert same(dict(main.state_dict()), dict(models[1].state_dict()))
 
 
-@pytest.mark.parametrize("size", [SHARDED, WHOLE])
+@pytest.mark.parametrize("size", [SHARDED, pytest.param(WHOLE, marks=pytest.mark.slow)])
 def test_full_disk_is_one_error_and_changes_nothing(models, tmp_path, size, fresh_process):
     """The limit on the size of a file stands for the end of the disk: a write fails in its middle."""
     folder = tmp_path / "model"

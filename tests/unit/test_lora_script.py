@@ -187,6 +187,7 @@ def test_the_printed_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         assert script.resume_command(script.launch_command(argv, accelerator, ep)) == f"{launch} {rest}"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_packing_epochs_and_bf16(small: Path, tmp_path: Path) -> None:
     """One pass over 40 packed text rows: every row is used once, steps follow from the lengths."""
@@ -248,6 +249,7 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"
 LAUNCH += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_launcher_of_two_processes(small: Path, tmp_path: Path) -> None:
     """They say everything once, complain once, and a signal that reaches one worker stops both after the same step."""
@@ -278,6 +280,7 @@ def test_held_out_chats_without_a_question(small: Path, tmp_path: Path) -> None:
     assert '--question "What is this?"' in (tmp_path / "run" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_step_is_saved_once(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the last one: writing a checkpoint again would leave none for a moment. Others are removed by renaming them
     first, and what is not named like a checkpoint is none."""

@@ -597,6 +597,7 @@ def test_full_disk(adapter, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_peak_memory_is_below_two_shards(tmp_path, fresh_process):
     """Report 106, on shards of 27 MB. What the code itself takes, loaded and run once, is not counted."""
     config = LatentMoEConfig.tiny(vision=False, experts=64)

@@ -75,7 +75,8 @@ assert writers >= int(os.environ["ROUNDS"]), "the cache was not empty at the sta
 """
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 20])
 def test_sixteen_processes_on_an_empty_cache(
     rounds: int, tiny: Path, tmp_path: Path, fresh_process: Callable[..., str]
 ) -> None:

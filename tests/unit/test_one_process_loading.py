@@ -70,7 +70,7 @@ def run(model: LatentMoEForConditionalGeneration) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        ("plain", "bfloat16"),
+        pytest.param("plain", "bfloat16", marks=pytest.mark.slow),
         pytest.param("plain", "float32", marks=pytest.mark.slow),
         pytest.param("auto", "bfloat16", marks=pytest.mark.slow),
         ("dequantize", "bfloat16"),

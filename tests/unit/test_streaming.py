@@ -415,7 +415,8 @@ def large(tmp_path_factory: pytest.TempPathFactory):
         file.unlink()
 
 
-@pytest.mark.parametrize(("rank", "degree"), [pytest.param(0, 1, marks=pytest.mark.slow), (2, 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "degree"), [(0, 1), (2, 4)])
 def test_memory_and_bytes_are_those_of_the_share(
     large: Path, small: Path, rank: int, degree: int, fresh_process: Callable[..., str]
 ) -> None:

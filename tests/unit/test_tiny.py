@@ -248,6 +248,7 @@ def test_sketch_of_a_picture_is_its_quarters(make_tiny):
     assert (sketch[3, :-1] == -1).all() and sketch[3, -1].item() == pytest.approx(2 / 16 - 1, abs=1 / 127)
 
 
+@pytest.mark.slow
 def test_tower_learns_from_its_heads(make_tiny):
     """A few steps move the tower and nothing else."""
     processor = make_tiny.make_processor(0)
