@@ -195,9 +195,13 @@ class LatentMoE(nn.Module):
         # Not bincount, for which the host waits.
         load_E = ids_TS.new_zeros(self.config.num_experts)
         load_E.scatter_add_(0, ids_TS.flatten(), torch.ones_like(ids_TS).flatten())
-        y_TD = self._routed(x_TD, ids_TS, weights_TS)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
+        x_TL = x_TD if self.routed_expert_down_proj is None else self.routed_expert_down_proj(x_TD)
+        dispatched = self.exchange.dispatch(x_TL, ids_TS, weights_TS)
+        # here: tokens may be on their way
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        y_TD = self._routed(dispatched)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
         if valid_BT is None:
             return y_TD.view_as(x_BTD), logits_TE, load_E
         valid_T1 = valid_BT.flatten().unsqueeze(-1)
@@ -205,12 +209,10 @@ class LatentMoE(nn.Module):
         all_logits = logits_TE.new_zeros(valid_T1.shape[0], logits_TE.shape[1]).masked_scatter(valid_T1, logits_TE)
         return y_BTD, all_logits, load_E
 
-    def _routed(self, x_TD: torch.Tensor, ids_TS: torch.Tensor, weights_TS: torch.Tensor) -> torch.Tensor:
+    def _routed(self, dispatched: Dispatched) -> torch.Tensor:
         # PEFT may have wrapped the experts: its factors go to the grouped product, its own forward does not
         # run.
         experts, adapters = unwrap_experts(self.experts, Experts)
-        x_TL = x_TD if self.routed_expert_down_proj is None else self.routed_expert_down_proj(x_TD)
-        dispatched = self.exchange.dispatch(x_TL, ids_TS, weights_TS)
         sum_RL = experts(dispatched.x_RL, dispatched.ids_RS, dispatched.weights_RS, adapters)
         sum_TL = self.exchange.combine(sum_RL, dispatched)
         if self.routed_expert_norm is not None:

@@ -39,6 +39,7 @@ from modeling_latentmoe.training.balance import AuxiliaryLoss, Balancing, Quanti
 from modeling_latentmoe.training.evaluate import evaluate
 from modeling_latentmoe.training.expert_adapters import initialise_adapters
 from modeling_latentmoe.training.expert_homes import keep_off_device
+from modeling_latentmoe.training.expert_parallel import Travel, check_travel, saving_line
 from modeling_latentmoe.training.flops import forward_flops_per_token
 from modeling_latentmoe.training.gradients import clip_grad_norm, reduce_expert_gradients
 from modeling_latentmoe.training.indexer import (
@@ -95,6 +96,10 @@ class Arguments:
         "device", "where the experts of some layers live: host:0-30, file:0-30, or auto (by free memory)"
     )
     ep: int = option(1, "expert-parallel degree: so many processes share the experts of every layer")
+    ep_chunks: int = option(0, "tokens travel to experts in so many parts, one while they work on another; 0: off")
+    ep_rows: Literal["fp8", "int8"] | None = option(None, "form in which tokens travel to experts; default: --dtype")
+    ep_sums: Literal["bf16", "fp8", "int8"] | None = option(None, "form in which results travel back; default: fp32")
+    ep_node_size: int = option(0, "tokens travel within nodes of so many processes, then between nodes; 0: off")
     capacity_factor: float | None = option(None, "drop a process' tokens beyond this times an expert's even share")
     balance: Literal["none", "auxiliary", "quantile"] = option(
         "none", "even loads of experts: a loss, or Quantile Balancing of the routers' selection biases"
@@ -159,6 +164,7 @@ class Arguments:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**32")
         parse_placement(self.experts_in)
+        check_travel(self.travel, self.ep)
         if self.lr_indexer is not None and self.train_indexer is None:
             raise ValueError(f"--lr_indexer {self.lr_indexer} needs --train_indexer, without it no indexer trains")
         if self.train_indexer == "warmup":
@@ -172,6 +178,10 @@ class Arguments:
             raise ValueError(f"--eval_every {self.eval_every} must be at least 0")
         if self.streaming and self.max_steps is None:
             raise ValueError("--streaming needs --max_steps: the length of a stream is not known")
+
+    @property
+    def travel(self) -> Travel:
+        return Travel(self.ep_chunks, self.ep_rows, self.ep_sums, self.ep_node_size)
 
 
 def schedule(progress: float, warmup: float) -> float:
@@ -231,6 +241,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     command = launch_command(argv, accelerator, args.ep)
     if world > 1:
         accelerator.print(rank_map(base_config, world, args.ep))
+    if args.ep > 1:
+        text = base_config.get_text_config()
+        accelerator.print(saving_line(text.num_experts, text.num_experts_per_token, args.ep))
     if not is_main:
         datasets.disable_progress_bars()
         transformers.logging.set_verbosity_error()
@@ -290,7 +303,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     optimizer = torch.optim.AdamW(groups, eps=args.adam_epsilon, weight_decay=args.weight_decay)
     placement = decide(placement, model, accelerator, args.ep)
     homes = keep_off_device(model, placement, accelerator.device)
-    wrapped, optimizer = parallelize(accelerator, model, optimizer, mesh, args.capacity_factor)
+    wrapped, optimizer = parallelize(accelerator, model, optimizer, mesh, args.capacity_factor, args.travel)
     tiers = Tiers(homes, accelerator.device)
     prepare_moments(optimizer)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,47 +1,89 @@
 """Expert parallelism: each rank of a group holds a share of the experts of every layer, and tokens travel to them.
 
 Legend: T tokens of this rank, S chosen experts of a token, E experts of the layer, N ranks of the group, L latent
-        width, R rows: one per token and rank that holds an expert which the token chose.
+        width, C parts of the tokens, t tokens of a part, R rows: one per token and rank that holds an expert which the
+        token chose.
 
 A row carries a token's latents and the ids and routing weights of its experts; the rank that gets it sends back the
-weighted sum over the experts it holds. Every layer takes, on every rank, the same collectives: one for the counts and
-one for the rows forward, one for the sums; in the backward pass one for their gradients and one for those of the rows.
-That also holds for a rank without tokens and one whose loss depends on none of its rows, as long as all ranks call the
-model, and then backward, equally often. A recomputed forward takes those of a forward again, or none if their results
-were saved (`RECEIVED`). In `generate`, ranks end their answers at different lengths: `synced_gpus=True` keeps them all
-stepping until the last one is done.
+weighted sum over the experts it holds. Every layer takes, on every rank, the same collectives: one for the counts, and
+for each part of the tokens two for the rows forward and one for the sums; in the backward pass one for their gradients
+and two for those of the rows. That also holds for a rank without tokens and one whose loss depends on none of its rows,
+as long as all ranks call the model, and then backward, equally often. A recomputed forward takes those of a forward
+again, or none if their results were saved (`RECEIVED`). In `generate`, ranks end their answers at
+different lengths: `synced_gpus=True` keeps them all stepping until the last one is done.
+
+The host waits for the device once a layer, for the counts.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from modeling_latentmoe.moe import Dispatched
+from modeling_latentmoe.training.journeys import Finish, Homeward, Outward, Start
+from modeling_latentmoe.training.links import Direct, Nodes, Sizes, make_nodes
 from modeling_latentmoe.training.mesh import owned_experts
+from modeling_latentmoe.training.payload import Form
+from modeling_latentmoe.training.transfers import Plan, exchange_counts, make_plan, number_of
+
+
+class Travel(NamedTuple):
+    """How rows travel; all of it is off by default. The switches have the names of the fields, after "ep_".
+
+    chunks: above 0, tokens travel in so many parts, one of them while the experts work on another. rows: form of the
+    tokens' latents; sums: of the sums that travel back, by default as they are summed, fp32 or wider. Gradients travel
+    as they are. node_size: so many ranks are a node, and rows go within nodes, then between them.
+    """
+
+    chunks: int = 0
+    rows: Form | None = None
+    sums: Form | None = None
+    node_size: int = 0
+
+
+PLAIN = Travel()
+# What a recomputed forward needs of other ranks: with these saved it does not communicate.
+RECEIVED = [
+    torch.ops.latentmoe.exchange_counts.default,
+    torch.ops.latentmoe.start_transfer.default,
+    torch.ops.latentmoe.finish_transfer.default,
+]
+
+
+def check_travel(travel: Travel, ep_degree: int) -> None:
+    """ValueError, which names the switch, for what cannot be with `ep_degree` ranks."""
+    for name, value in travel._asdict().items():
+        if value and ep_degree == 1:
+            raise ValueError(f"--ep_{name} {value}: at --ep 1 nothing travels")
+    if travel.chunks < 0:
+        raise ValueError(f"--ep_chunks {travel.chunks} must be at least 0")
+    if travel.rows == "bf16":
+        raise ValueError("--ep_rows bf16: rows travel in the dtype of the model, choose fp8 or int8")
+    size = travel.node_size
+    if size and (not 1 < size < ep_degree or ep_degree % size):
+        raise ValueError(f"--ep_node_size {size} must divide --ep {ep_degree}, and be above 1 and below it")
 
 
 def expert_parallel(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    capacity_factor: float | None = None,
-    partial_dtype: torch.dtype | None = None,
+    model: nn.Module, mesh: DeviceMesh, capacity_factor: float | None = None, travel: Travel = PLAIN
 ) -> None:
     """Let the tokens of all MoE layers of `model` travel over the "ep" axis of `mesh`, whose ranks hold the experts.
 
     capacity_factor: a rank sends an expert at most this many times the tokens it would get if all got equally many;
-    where gradients are recorded the rest is dropped, see `count_drops`. partial_dtype: of the sums that travel back, by
-    default as they are summed, fp32 or wider. Raises ValueError unless `model` was loaded with this rank's share of the
-    experts.
+    where gradients are recorded the rest is dropped, see `count_drops`. Every rank calls this: `travel` may need new
+    groups of processes. Raises ValueError unless `model` was loaded with this rank's share of the experts.
     """
-    group, ranks, rank = mesh.get_group("ep"), mesh["ep"].size(), mesh.get_local_rank("ep")
+    ranks, rank = mesh["ep"].size(), mesh.get_local_rank("ep")
+    check_travel(travel, ranks)
     if capacity_factor is not None and not capacity_factor > 0:
         raise ValueError(f"--capacity_factor {capacity_factor} must be above 0")
+    link = make_nodes(mesh, travel.node_size) if travel.node_size else Direct(mesh.get_group("ep"))
     for name, module in model.named_modules():
         # by attributes: the classes may come from the installed package or from remote code
         if "logical_shapes" in module.__dict__:
@@ -52,7 +94,24 @@ def expert_parallel(
                     f"--ep {ranks} holds {share.start} to {share.stop - 1}: load the model with this rank and degree"
                 )
         elif "exchange" in module.__dict__ and (ranks > 1 or capacity_factor is not None):
-            module.exchange = AllToAll(group, module.config.num_experts, capacity_factor, partial_dtype)
+            kind = Overlapped if travel.chunks else AllToAll
+            module.exchange = kind(link, module.config.num_experts, capacity_factor, travel)
+            if travel.chunks:
+                (experts,) = (inner for inner in module.modules() if "logical_shapes" in inner.__dict__)
+                experts.forward = partial(module.exchange.experts_on_parts, experts.forward)
+
+
+def rows_per_token(experts: int, chosen: int, ranks: int) -> float:
+    """On how many of `ranks`, which share the experts equally, a token's are expected, if all choices are as likely."""
+    return ranks * (1 - math.comb(experts - experts // ranks, chosen) / math.comb(experts, chosen))
+
+
+def saving_line(experts: int, chosen: int, ranks: int) -> str:
+    """What it saves to send a token once to a rank that holds several of its experts."""
+    rows = rows_per_token(experts, chosen, ranks)
+    return (
+        f"tokens travel as {rows:.2f} rows each, not {chosen}: {chosen / rows:.1f}x less, if experts are equally likely"
+    )
 
 
 def capacity(assignments: int, experts: int, factor: float) -> int:
@@ -81,163 +140,109 @@ def drop_excess(ids_TS: Tensor, experts: int, factor: float) -> Tensor:
     return ids_A.index_fill(0, excess_A, -1).view_as(ids_TS)
 
 
-# The collectives are operators, so that activation checkpointing can keep what they return. The sums are taken inside:
-# a token's is one row, what it is summed from is a row of every rank that holds an expert of the token.
+@dataclass
+class Part:
+    """A part of the tokens under way. slots: the most experts of this rank that one row chose, at least 1."""
 
-
-@torch.library.custom_op("latentmoe::exchange_counts", mutates_args=())
-def exchange_counts(sent_N2: Tensor, group_name: str) -> Tensor:
-    """A row for every rank -> the rows that all ranks have for this one."""
-    received_N2 = torch.empty_like(sent_N2)
-    dist.all_to_all_single(received_N2, sent_N2, group=_resolve_process_group(group_name))
-    return received_N2
-
-
-@torch.library.custom_op("latentmoe::exchange_rows", mutates_args=())
-def exchange_rows(values_R: list[Tensor], sent: list[int], received: list[int], group_name: str) -> list[Tensor]:
-    """Matrices with `sum(sent)` rows, sorted by destination -> their rows from all ranks. One collective, of bytes."""
-    packed = torch.cat([value.contiguous().view(torch.uint8) for value in values_R], dim=1)
-    result = packed.new_empty(sum(received), packed.shape[1])
-    dist.all_to_all_single(result, packed, received, sent, group=_resolve_process_group(group_name))
-    widths = [value.shape[1] * value.itemsize for value in values_R]
-    # Copies: only those are sure to be aligned.
-    parts = [part.clone(memory_format=torch.contiguous_format) for part in result.split(widths, dim=1)]
-    return [part.view(value.dtype) for part, value in zip(parts, values_R, strict=True)]
-
-
-@torch.library.custom_op("latentmoe::return_sums", mutates_args=())
-def return_sums(
-    values_R: list[Tensor], sent: list[int], received: list[int], group_name: str, token_R: Tensor, tokens: int
-) -> list[Tensor]:
-    """`exchange_rows`, then sums over the rows of each token, in fp32 or wider. token_R: of the rows that come.
-
-    In the order of ranks, on every device: a sum does not change from run to run.
-    """
-    sums = []
-    for rows in exchange_rows(values_R, sent, received, group_name):
-        sum_T = rows.new_zeros(tokens, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
-        # a token has at most one row in each part
-        for token, part in zip(token_R.split(received), rows.split(received), strict=True):
-            sum_T.index_add_(0, token, part.to(sum_T.dtype))
-        sums.append(sum_T)
-    return sums
-
-
-# What a recomputed forward needs of other ranks: with these saved it does not communicate.
-RECEIVED = [
-    torch.ops.latentmoe.exchange_counts.default,
-    torch.ops.latentmoe.exchange_rows.default,
-    torch.ops.latentmoe.return_sums.default,
-]
-
-
-class Plan(NamedTuple):
-    """Which rows this rank sends and gets: sorted by the other rank, those of one rank in the order of its tokens.
-
-    token_R: the token of every row that is sent; sent, received: number of rows, by rank; tokens: T.
-    """
-
-    group_name: str
-    token_R: Tensor
-    sent: list[int]
-    received: list[int]
-    tokens: int
-
-    def there(self, *values_T: Tensor) -> list[Tensor]:
-        """Values of this rank's tokens -> values of the rows that this rank gets."""
-        return exchange_rows([value[self.token_R] for value in values_T], self.sent, self.received, self.group_name)
-
-    def back(self, *values_R: Tensor) -> list[Tensor]:
-        """Values of the rows that this rank got -> sums over the rows of each of its tokens, in fp32 or wider."""
-        return return_sums(list(values_R), self.received, self.sent, self.group_name, self.token_R, self.tokens)
-
-
-class Dispatch(torch.autograd.Function):
-    """Tokens to rows at their experts. `anchor` requires grad, so that backward, a collective, runs on every rank.
-
-    Without it a rank whose tokens have no gradient, such as one without images, would let the others wait.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TL: Tensor, weights_TS: Tensor, ids_TS: Tensor, anchor: Tensor, plan: Plan
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan, ctx.dtypes = plan, (x_TL.dtype, weights_TS.dtype)
-        x_RL, weights_RS, ids_RS = plan.there(x_TL, weights_TS, ids_TS)
-        ctx.mark_non_differentiable(ids_RS)
-        return x_RL, weights_RS, ids_RS
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RL: Tensor, grad_RS: Tensor, _: Tensor):
-        grads = ctx.plan.back(grad_RL, grad_RS)
-        grad_TL, grad_TS = (grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
-        return grad_TL, grad_TS, None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """Sums at the experts to sums per token, which are rounded to `dtype` once. They travel in `partial_dtype`."""
-
-    @staticmethod
-    def forward(ctx: Any, sum_RL: Tensor, plan: Plan, dtype: torch.dtype, partial_dtype: torch.dtype) -> Tensor:
-        ctx.plan, ctx.dtype = plan, sum_RL.dtype
-        (sum_TL,) = plan.back(sum_RL.to(partial_dtype))
-        return sum_TL.to(dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TL: Tensor):
-        (grad_RL,) = ctx.plan.there(grad_TL)
-        return grad_RL.to(ctx.dtype), None, None, None
+    plan: Plan
+    slots: int
+    journey: Outward | Homeward
+    ticket: Tensor
 
 
 class AllToAll:
-    """The exchange (see moe.py) over a group whose ranks hold equal shares of the experts, in order."""
+    """The exchange (see moe.py) over the ranks of `link`, which hold equal shares of the experts, in order."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        experts: int,
-        capacity_factor: float | None = None,
-        partial_dtype: torch.dtype | None = None,
+        self, link: Direct | Nodes, experts: int, capacity_factor: float | None = None, travel: Travel = PLAIN
     ) -> None:
-        self.group, self.experts = group, experts
-        self.capacity_factor, self.partial_dtype = capacity_factor, partial_dtype
-        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.link, self.experts, self.capacity_factor, self.travel = link, experts, capacity_factor, travel
 
     def dispatch(self, x_TL: Tensor, ids_TS: Tensor, weights_TS: Tensor) -> Dispatched:
         """The rows of all ranks' tokens that chose an expert of this rank, in the order of ranks.
 
         Of a row's slots only those for experts of this rank remain, and padding where it has fewer than others.
         """
+        (part,) = self._depart(x_TL, ids_TS, weights_TS)
+        return self._arrive(part)
+
+    def combine(self, sum_RL: Tensor, dispatched: Dispatched) -> Tensor:
+        journey, ticket = self._return(sum_RL, dispatched.plan, dispatched.x_RL.dtype)
+        (sum_TL,) = Finish.apply(journey, ticket)
+        return sum_TL
+
+    def _depart(self, x_TL: Tensor, ids_TS: Tensor, weights_TS: Tensor) -> list[Part]:
         # not in evaluation: there all tokens count, and a token's answer must not depend on its neighbours
         if self.capacity_factor is not None and torch.is_grad_enabled():
             ids_TS = drop_excess(ids_TS, self.experts, self.capacity_factor)
-        plan, slots = self._plan(ids_TS)
         anchor = x_TL.new_empty(0, requires_grad=torch.is_grad_enabled())
-        x_RL, weights_RS, ids_RS = Dispatch.apply(x_TL, weights_TS, ids_TS, anchor, plan)
-        owned = owned_experts(self.rank, self.ranks, self.experts)
-        elsewhere_RS = (ids_RS < owned.start) | (ids_RS >= owned.stop)
-        order_RS = elsewhere_RS.int().argsort(dim=1, stable=True)[:, :slots]
-        return Dispatched(x_RL, ids_RS.gather(1, order_RS), weights_RS.gather(1, order_RS), plan)
+        parts, end = [], 0
+        for plan, slots in self._plans(ids_TS):
+            here = slice(end, end := end + len(plan.first_T))
+            journey = Outward(plan, self.travel.rows)
+            ticket = Start.apply(journey, anchor, x_TL[here], weights_TS[here], ids_TS[here])
+            parts.append(Part(plan, slots, journey, ticket))
+        return parts
 
-    def combine(self, sum_RL: Tensor, dispatched: Dispatched) -> Tensor:
-        dtype, partial_dtype = dispatched.x_RL.dtype, self.partial_dtype or sum_RL.dtype
-        return Combine.apply(sum_RL, dispatched.plan, dtype, partial_dtype)
+    def _arrive(self, part: Part) -> Dispatched:
+        x_RL, weights_RS, ids_RS = Finish.apply(part.journey, part.ticket)
+        elsewhere_RS = ids_RS // (self.experts // self.link.ranks) != self.link.rank
+        order_RS = elsewhere_RS.to(torch.int8).argsort(dim=1, stable=True)[:, : part.slots]
+        return Dispatched(x_RL, ids_RS.gather(1, order_RS), weights_RS.gather(1, order_RS), part.plan)
+
+    def _return(self, sum_RL: Tensor, plan: Plan, dtype: torch.dtype) -> tuple[Homeward, Tensor]:
+        journey = Homeward(plan, self.travel.sums, dtype)
+        return journey, Start.apply(journey, sum_RL.new_empty(0), sum_RL)
 
     @torch.no_grad()
-    def _plan(self, ids_TS: Tensor) -> tuple[Plan, int]:
-        """The plan of these choices, and the most experts of this rank that one row chose, at least 1.
+    def _plans(self, ids_TS: Tensor) -> list[tuple[Plan, int]]:
+        """For every part of the tokens its plan, and the most experts of this rank that one row chose, at least 1.
 
         Ids below 0 are dropped.
         """
-        share = self.experts // self.ranks
-        rank_TS = torch.where(ids_TS < 0, self.ranks, ids_TS // share)
-        chosen_TN = ids_TS.new_zeros(len(ids_TS), self.ranks + 1).scatter_add_(1, rank_TS, torch.ones_like(ids_TS))
-        chosen_NT = chosen_TN[:, : self.ranks].T
-        token_R = (chosen_NT > 0).nonzero()[:, 1]
-        most_N = torch.cat([chosen_NT, chosen_NT.new_zeros(self.ranks, 1)], dim=1).amax(1)
-        sent_N2 = torch.stack([(chosen_NT > 0).sum(1), most_N], dim=1)
-        received_N2 = exchange_counts(sent_N2, self.group.group_name)
-        sent, received, slots = torch.stack([sent_N2[:, 0], *received_N2.unbind(1)]).tolist()
-        return Plan(self.group.group_name, token_R, sent, received, len(ids_TS)), max(1, *slots)
+        ranks, parts, tokens = self.link.ranks, max(1, self.travel.chunks), len(ids_TS)
+        # at least one, which chose nothing: there is no most of none
+        size = max(1, -(-tokens // parts))
+        rank_TS = ids_TS // (self.experts // ranks)
+        # the last column is for dropped ones, at -1
+        chosen = ids_TS.new_zeros(parts * size, ranks + 1)
+        chosen[:tokens].scatter_add_(1, rank_TS % (ranks + 1), torch.ones_like(rank_TS))
+        chosen_CNt = chosen[:, :ranks].unflatten(0, (parts, size)).transpose(1, 2)
+        wanted_CNt = chosen_CNt > 0
+        sent_NC2 = torch.stack([wanted_CNt.sum(2), chosen_CNt.amax(2)], dim=2).transpose(0, 1)
+        counts = exchange_counts(sent_NC2.flatten(1), number_of(self.link))
+        # the host waits for the device here
+        figures = torch.cat([sent_NC2.flatten(1), counts]).tolist()
+        plans = []
+        for part in range(parts):
+            rows = [row[2 * part] for row in figures]
+            sizes = Sizes(sent=rows[:ranks], received=rows[ranks : 2 * ranks], passed=rows[2 * ranks :])
+            slots = max(1, *(row[2 * part + 1] for row in figures[ranks : 2 * ranks]))
+            wanted_Nt = wanted_CNt[part, :, : max(0, tokens - part * size)]
+            plans.append((make_plan(self.link, sizes, wanted_Nt), slots))
+        return plans
+
+
+class Overlapped(AllToAll):
+    """Tokens travel in parts, all on their way at once: the experts work on one while others come and sums go back.
+
+    moe.py hands on what it gets, and need not know: `dispatch` returns parts in place of rows, and the experts, whose
+    forward is `experts_on_parts`, a ticket in place of sums.
+    """
+
+    def dispatch(self, x_TL: Tensor, ids_TS: Tensor, weights_TS: Tensor) -> Dispatched:
+        parts = self._depart(x_TL, ids_TS, weights_TS)
+        return Dispatched(parts, ids_TS, weights_TS, parts)
+
+    def experts_on_parts(self, forward: Callable, parts: list[Part], _: Tensor, __: Tensor, adapters: dict) -> Tensor:
+        for part in parts:
+            rows = self._arrive(part)
+            sum_RL = forward(rows.x_RL, rows.ids_RS, rows.weights_RS, adapters)
+            part.journey, part.ticket = self._return(sum_RL, part.plan, rows.x_RL.dtype)
+        # one tensor: a hook on the gradient of the experts' result runs before that of any part
+        return torch.cat([part.ticket for part in parts])
+
+    def combine(self, sum_RL: Tensor, dispatched: Dispatched) -> Tensor:
+        tickets = sum_RL.tensor_split(len(dispatched.plan))
+        arrived = [Finish.apply(part.journey, ticket) for part, ticket in zip(dispatched.plan, tickets, strict=True)]
+        return torch.cat([sum_tL for (sum_tL,) in arrived])

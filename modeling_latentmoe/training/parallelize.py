@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from modeling_latentmoe.training.expert_parallel import expert_parallel
+from modeling_latentmoe.training.expert_parallel import PLAIN, Travel, expert_parallel
 from modeling_latentmoe.training.gradients import exclude_experts_from_ddp
 from modeling_latentmoe.training.launch import check_plugin, check_version
 from modeling_latentmoe.training.mesh import is_expert
@@ -75,9 +75,10 @@ def parallelize(
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
     capacity_factor: float | None = None,
+    travel: Travel = PLAIN,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Put `model`, which has its adapters and this process' experts, and its optimizer on all processes."""
-    expert_parallel(model, mesh, capacity_factor)
+    expert_parallel(model, mesh, capacity_factor, travel)
     if accelerator.is_fsdp2:
         accelerator.state.fsdp_plugin.ignored_modules = EXPERT_MODULES
         # the snapshots that a layer hands on are views of its inputs to FSDP; nothing here writes in place

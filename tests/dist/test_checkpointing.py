@@ -72,13 +72,13 @@ def packed_hash(model: torch.nn.Module) -> str:
 
 @contextmanager
 def recorded_plans() -> Iterator[list]:
-    plans, make = [], AllToAll._plan
+    plans, make = [], AllToAll._plans
 
-    def remember(exchange: AllToAll, ids_TS: Tensor) -> tuple:
-        plans.append(make(exchange, ids_TS))
-        return plans[-1]
+    def remember(exchange: AllToAll, ids_TS: Tensor) -> list:
+        plans.extend(found := make(exchange, ids_TS))
+        return found
 
-    with mock.patch.object(AllToAll, "_plan", remember):
+    with mock.patch.object(AllToAll, "_plans", remember):
         yield plans
 
 
@@ -122,7 +122,7 @@ def perturbed(model: torch.nn.Module, rank: int) -> tuple[float, bool]:
     change = max(((actual[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items())
     forward, again = plans[:MOE_LAYERS], plans[MOE_LAYERS:][::-1]
     same = [
-        torch.equal(ours.token_R, theirs.token_R) and (ours[2:], slots) == (theirs[2:], more)
+        torch.equal(ours.token_R, theirs.token_R) and (ours.sizes, slots) == (theirs.sizes, more)
         for (ours, slots), (theirs, more) in zip(forward, again, strict=True)
     ]
     return change, all(same)
@@ -160,11 +160,11 @@ def test_recomputation_with_experts_elsewhere(steps: int, tmp_path: Path) -> Non
     same even if the recomputed stream is not; packed bytes stay as they are."""
     for result in spawn(tmp_path / "world", 2, work, steps):
         counts = result["counts"]
-        # counts, rows and sums; gradients of sums and rows; recomputed ones only where they were not saved
+        # counts, choices, rows and sums; gradients of sums, weights and rows; recomputed ones only if not saved
         assert {mode: (found["forward"], found["all"]) for mode, found in counts.items()} == {
-            "none": (3 * MOE_LAYERS, 5 * MOE_LAYERS),
-            "full": (3 * MOE_LAYERS, 8 * MOE_LAYERS),
-            "selective": (3 * MOE_LAYERS, 5 * MOE_LAYERS),
+            "none": (4 * MOE_LAYERS, 7 * MOE_LAYERS),
+            "full": (4 * MOE_LAYERS, 11 * MOE_LAYERS),
+            "selective": (4 * MOE_LAYERS, 7 * MOE_LAYERS),
         }
         # one a router, two the indexer
         assert {(found["topk forward"], found["topk"]) for found in counts.values()} == {(MOE_LAYERS + 2,) * 2}

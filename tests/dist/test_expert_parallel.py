@@ -25,8 +25,9 @@ from modeling_latentmoe.training.expert_adapters import (
     initialise_adapters,
     slice_factor,
 )
-from modeling_latentmoe.training.expert_parallel import AllToAll, count_drops, drop_excess, expert_parallel
+from modeling_latentmoe.training.expert_parallel import AllToAll, Travel, count_drops, drop_excess, expert_parallel
 from modeling_latentmoe.training.gradients import clip_grad_norm, exclude_experts_from_ddp, reduce_expert_gradients
+from modeling_latentmoe.training.links import Direct
 from modeling_latentmoe.training.loading import checkpoint_activations
 from modeling_latentmoe.training.loss import IGNORE, count_loss_tokens
 from modeling_latentmoe.training.mesh import build_mesh, is_expert, owned_experts
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.dist
 def rounds(rank: int, world: int) -> int:
     """100 rounds in which every expert returns weight * (its id + 1) * x; returns how many rows came in all."""
     share, slots, width = 5, 4, 8
-    experts, exchange = share * world, AllToAll(dist.group.WORLD, share * world)
+    experts, exchange = share * world, AllToAll(Direct(dist.group.WORLD), share * world)
     received = 0
     for step in range(100):
         dice = random.Random(step * 1000 + rank)
@@ -257,7 +258,7 @@ def moe(experts: int = EXPERTS) -> LatentMoE:
 def test_a_group_of_one_is_the_local_exchange(alone: dist.ProcessGroup) -> None:
     """In bf16, values and gradients to the bit: rows, weights and sums make the journey unharmed."""
     results = []
-    for exchange in (LocalExchange(), AllToAll(alone, EXPERTS)):
+    for exchange in (LocalExchange(), AllToAll(Direct(alone), EXPERTS)):
         layer = moe()
         layer.exchange = exchange
         torch.manual_seed(1)
@@ -282,7 +283,7 @@ def test_sums_are_rounded_once() -> None:
 def test_sums_can_travel_in_bf16(alone: dist.ProcessGroup) -> None:
     """A switch: half the bytes on the way back, and an error of a bf16 rounding."""
     x, ids, weights = torch.randn(40, 32), torch.arange(160).view(40, 4) % EXPERTS, torch.rand(40, 4)
-    exchange = AllToAll(alone, EXPERTS, partial_dtype=torch.bfloat16)
+    exchange = AllToAll(Direct(alone), EXPERTS, travel=Travel(sums="bf16"))
     total = torch.randn(40, 32)
     y = exchange.combine(total, exchange.dispatch(x, ids, weights))
     assert y.dtype == torch.float32 and torch.equal(y, total.bfloat16().float())
@@ -298,7 +299,7 @@ def test_capacity_drops_the_latest_and_counts_them(alone: dist.ProcessGroup) -> 
     assert count_drops(load.repeat(3, 1), 1.0) == 15
     assert count_drops(load, 2.0) == 0 and torch.equal(drop_excess(ids, 4, 2.0), ids)
     x, weights = torch.randn(8, 5, requires_grad=True), torch.rand(8, 2, requires_grad=True)
-    exchange = AllToAll(alone, 4, capacity_factor=1.0)
+    exchange = AllToAll(Direct(alone), 4, capacity_factor=1.0)
     sent = exchange.dispatch(x, ids, weights)
     assert len(sent.x_RL) == 7, "a token that lost all its experts does not travel"
     held = sent.ids_RS >= 0
@@ -313,7 +314,7 @@ def test_capacity_drops_the_latest_and_counts_them(alone: dist.ProcessGroup) -> 
 def test_nothing_is_dropped_in_evaluation(alone: dist.ProcessGroup) -> None:
     """A token's output must not depend on the others of its batch, and nobody would count the drops."""
     ids, x, weights = torch.zeros(8, 1, dtype=torch.int64), torch.randn(8, 5), torch.rand(8, 1)
-    exchange = AllToAll(alone, 4, capacity_factor=0.5)
+    exchange = AllToAll(Direct(alone), 4, capacity_factor=0.5)
     assert len(exchange.dispatch(x, ids, weights).x_RL) == 1
     with torch.no_grad():
         assert len(exchange.dispatch(x, ids, weights).x_RL) == 8
@@ -327,7 +328,7 @@ def test_the_timeout_reaches_the_groups_of_the_mesh(alone: dist.ProcessGroup) ->
 
 
 def test_no_tokens_and_no_gradient(alone: dist.ProcessGroup) -> None:
-    exchange = AllToAll(alone, EXPERTS)
+    exchange = AllToAll(Direct(alone), EXPERTS)
     with torch.no_grad():
         empty = exchange.dispatch(torch.empty(0, 32), torch.empty(0, 4, dtype=torch.int64), torch.empty(0, 4))
         assert exchange.combine(empty.x_RL, empty).shape == (0, 32)

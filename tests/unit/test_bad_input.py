@@ -76,6 +76,8 @@ def jsonl(folder: Path, *rows: dict) -> str:
         (["--lr_experts", "-1"], "--lr_experts -1.0 must be a number above 0"),
         (["--lr_projector", "nan"], "--lr_projector nan must be a number above 0"),
         (["--lr_indexer", "1e-3"], "--lr_indexer 0.001 needs --train_indexer"),
+        (["--ep_chunks", "2"], "--ep_chunks 2: at --ep 1 nothing travels"),
+        (["--ep", "8", "--ep_node_size", "3"], "--ep_node_size 3 must divide --ep 8"),
         (["--eval_every", "-1"], "--eval_every -1 must be at least 0"),
         (["--experts_in", "disk:1"], "--experts_in disk:1 must be device, auto, host:LAYERS or file:LAYERS"),
         (["--experts_in", "host:0-9"], "--experts_in host:0-9: the last layer of "),

@@ -67,6 +67,7 @@ NON_PUBLIC = {
     "transformers.utils.generic.can_return_tuple": "`return_dict=False`",
     "transformers.utils.hub.HF_MODULES_CACHE": "where the lock lives",
     "transformers.utils.loading_report.LoadStateDictInfo": "what a streaming load reports to `from_pretrained`",
+    "transformers.distributed.expert_parallel.AllToAllEP": "what bench_dispatch.py measures beside",
 }
 
 
