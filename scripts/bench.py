@@ -4,7 +4,7 @@
     python scripts/bench.py layers --ep 64 --tokens 16                  # layers 0-3, 14 of 896 experts, on CPU
     python scripts/bench.py layers --ep 8 --tokens 4096 --device cuda   # 112 experts on one GPU
     python scripts/bench.py slice --ep 2 --device cuda                  # train layers 0-3, 896 experts, on two GPUs
-    python scripts/bench.py readme                                      # write the tables into README.md
+    python scripts/bench.py readme                                      # write the tables: README.md, results/h200.md
 
 No weights are needed: a snapshot of the released layout is written first, into --workdir, with random bytes where the
 layers compute and holes elsewhere. `shares` needs 12 GB of memory; `layers` takes 11 GB of disk and 16 GB of memory
@@ -52,6 +52,7 @@ from modeling_latentmoe.training.streaming import planned_reads, restrict_expert
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "scale.json"
+KERNELS_RESULTS = ROOT / "results" / "h200.json"
 RELEASED = ROOT / "tests" / "fixtures" / "k3" / "config.json"
 DEGREES = (8, 16, 64)
 GB, GIB = 1e9, 2**30
@@ -333,6 +334,46 @@ def tables(records: list[dict[str, Any]]) -> dict[str, str]:
     return {"shares": "\n".join(share), "layers": "\n".join(step), "slice": "\n".join(training)}
 
 
+def step_table(records: list[dict[str, Any]]) -> str:
+    """Of scripts/bench_step.py, for the README."""
+    table = ["| step | tokens/s of a GPU | peak memory | beside it, in the same run |", "|---|---|---|---|"]
+    for row in (row for entry in records if "bench_step" in entry["command"] for row in entry["rows"]):
+        tokens = int(row["shape"].removeprefix("T=").split()[0].rstrip(","))
+        others = [f"{name}: {tokens / ms * 1e3:,.0f}" for name, ms in row["peers_ms"].items()]
+        speed = tokens / row["ours_ms"] * 1e3
+        name = f"{row['op']}, {row['shape']}"
+        table.append(f"| {name} | {speed:,.0f} | {row['peak_gib']:.1f} GiB | {'; '.join(others) or '-'} |")
+    return "\n".join(table)
+
+
+def kernel_table(records: list[dict[str, Any]]) -> str:
+    """Of the kernels' benchmarks: results/h200.md."""
+    table = [
+        "# Kernels on one H200",
+        "",
+        "Made by `python scripts/bench.py readme` from h200.json: medians, ms. The floor is",
+    ]
+    table += [
+        "the least that arithmetic and device memory allow; errors are against float64, over torch's in the same dtype."
+    ]
+    for entry in records:
+        if "bench_step" in entry["command"]:
+            continue
+        versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
+        table += ["", f"`{entry['command']}` at {entry['commit'] or 'an unnamed commit'}; {versions}", ""]
+        table += [
+            "| operation | shape | ours | others | floor | peak memory | error |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in entry["rows"]:
+            others = "; ".join(f"{name} {ms:.3f}" for name, ms in row["peers_ms"].items()) or "-"
+            peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.2f} GiB"
+            error = "-" if row["err_vs_torch"] is None else f"{row['err_vs_torch']:.2f}"
+            cells = row["op"], row["shape"], f"{row['ours_ms']:.3f}", others, f"{row['floor_ms']:.3f}", peak, error
+            table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table) + "\n"
+
+
 def bench(argv: Sequence[str]) -> None:
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -367,7 +408,10 @@ def bench(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.command == "readme":
         readme = ROOT / "README.md"
-        write_text(readme, with_tables(readme.read_text(), tables(json.loads(RESULTS.read_text()))))
+        kernels = json.loads(KERNELS_RESULTS.read_text())
+        shown = tables(json.loads(RESULTS.read_text())) | {"steps": step_table(kernels)}
+        write_text(readme, with_tables(readme.read_text(), shown))
+        write_text(KERNELS_RESULTS.with_suffix(".md"), kernel_table(kernels))
         return
     if args.command == "load":
         load(args)

@@ -10,11 +10,15 @@ from modeling_latentmoe.training.results import record, with_tables
 from scripts import bench
 
 RECORDS = json.loads(bench.RESULTS.read_text())
+KERNELS = json.loads(bench.KERNELS_RESULTS.read_text())
 
 
 def test_readme_has_the_recorded_tables() -> None:
     readme = (bench.ROOT / "README.md").read_text()
-    assert with_tables(readme, bench.tables(RECORDS)) == readme, "run `python scripts/bench.py readme`"
+    shown = bench.tables(RECORDS) | {"steps": bench.step_table(KERNELS)}
+    assert with_tables(readme, shown) == readme, "run `python scripts/bench.py readme`"
+    kernels = bench.KERNELS_RESULTS.with_suffix(".md").read_text()
+    assert bench.kernel_table(KERNELS) == kernels, "run `python scripts/bench.py readme`"
 
 
 def test_ranks_read_what_they_own() -> None:

@@ -3,18 +3,19 @@
     python hub_kernels/sparse_attention/benchmarks/benchmark.py                          # writes results/h200.json
     python hub_kernels/sparse_attention/benchmarks/benchmark.py --quick --ops attention  # few repeats, nothing written
 
-Every query selects 2048 random earlier keys, or all where there are fewer. Beside ours: the definition in torch by
-gathered keys, a few queries at a time; TileLang's example, if TILELANG_EXAMPLES names its folder
-(examples/deepseek_v32 of a checkout), with heads padded to 128; and cuDNN's dense causal attention with the 192 + 128
-columns of expanded heads, which is another function: rows "DSA" compare with it what replaces it, index and attention.
-The indexer's own rows are described in index.py.
+Every query selects 2048 earlier keys, a random one of as many runs of equal length, or all where there are fewer.
+Beside ours: the definition in torch by gathered keys, a few queries at a time; TileLang's example, if TILELANG_EXAMPLES
+names its folder (examples/deepseek_v32 of a checkout), with heads padded to 128; and cuDNN's dense causal attention
+with the 192 + 128 columns of expanded heads, which is another function: rows "DSA" compare with it what replaces it,
+index and attention. The indexer's own rows, "index" and "loss", are described in index.py.
 
 Legend: T queries and keys, N heads, L columns of a key, V of them values, k selected keys per query.
 """
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ COMMAND = "python hub_kernels/sparse_attention/benchmarks/benchmark.py"
 N, L, V, k = 96, 576, 512, 2048
 HEAD, HEAD_VALUES, INDEX_HEADS, INDEX_WIDTH = 192, 128, 64, 128
 SCALE = HEAD**-0.5
-LENGTHS, LONG = (8192, 32768), (32768, 131072)
+LENGTHS, LONGEST = (8192, 32768, 131072), 131072
 # Queries and keys of the verification; the definition keeps all scores.
 VERIFIED, VERIFIED_KEYS = 256, 4096
 OURS, PEERS = 2.0, 2e-2
 # Queries at a time of the definition by gathered keys, and the longest sequence for which it is timed.
 GATHERED, LONGEST_DEFINITION = 64, 8192
+# How often what is slow is timed: definition and peers, and everything at the greatest length.
+FEW = 2
 
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -48,15 +51,14 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def selection(T: int, S: int) -> torch.Tensor:
-    """int32 [T, k]: random keys that the last T of S positions may see, ascending."""
+    """int32 [T, k]: keys that the last T of S positions may see, ascending, -1 behind the last."""
     index = torch.empty(T, k, dtype=torch.int32, device="cuda")
-    step = max(1, 2**27 // S)
-    for i in range(0, T, step):
-        last = torch.arange(i, min(i + step, T), device="cuda")[:, None] + S - T
-        order = torch.rand(len(last), S, device="cuda").masked_fill_(torch.arange(S, device="cuda") > last, 2.0)
-        best = order.topk(k, dim=1, largest=False)
-        keys = torch.where(best.values < 2.0, best.indices, S).sort(1).values
-        index[i : i + step] = torch.where(keys < S, keys, -1)
+    runs = torch.arange(k + 1, device="cuda")
+    for block in torch.arange(T, device="cuda").split(8192):
+        seen = (block + S - T + 1)[:, None]
+        edge = runs * seen.clamp_min(k) // k
+        key = edge[:, :-1] + (torch.rand(len(block), k, device="cuda") * edge.diff(dim=1)).long()
+        index[block] = torch.where(key < seen, key, -1).int()
     return index
 
 
@@ -155,15 +157,19 @@ def floors(pairs: int, T: int, S: int) -> tuple[float, float]:
     )
 
 
-def rows_at(T: int, repeats: int, error: float) -> list[dict[str, Any]]:
+def timed(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Ours often enough, and others a few times, of which the first call warms up."""
+    slow = {name: function for name, function in candidates.items() if name != "ours"}
+    return measure.samples_ms({"ours": candidates["ours"]}, repeats, 1) | measure.samples_ms(slow, FEW, 0)
+
+
+def rows_at(T: int, repeats: int, error: float) -> Iterator[dict[str, Any]]:
     q, kv, dout, index = draw(T, N, L), draw(T, L), draw(T, N, V).detach(), selection(T, T)
-    pairs = int((index >= 0).sum())
-    forward_floor, both_floor = floors(pairs, T, T)
     candidates = {"ours": ours}
-    with torch.no_grad():
-        candidates |= peers(q, kv, index)
     if T <= LONGEST_DEFINITION:
         candidates["torch"] = gathered
+        with torch.no_grad():
+            candidates |= peers(q, kv, index)
 
     def forward(function: Function) -> Callable[[], torch.Tensor]:
         return torch.no_grad()(lambda: function(q, kv, index))
@@ -171,37 +177,22 @@ def rows_at(T: int, repeats: int, error: float) -> list[dict[str, Any]]:
     def both(function: Function) -> Callable[[], list[torch.Tensor]]:
         return lambda: with_gradients(function, q, kv, index, dout)
 
-    with torch.no_grad():
-        _, lse = kernel.sparse_attention(q, kv, index, SCALE, V)
-    functions = {
-        "sparse attention fwd": ({name: forward(f) for name, f in candidates.items()}, forward_floor, error),
-        "sparse attention fwd+bwd": (
-            {name: both(candidates[name]) for name in ("ours", "torch") if name in candidates},
-            both_floor,
-            error,
-        ),
-        "head probabilities": (
-            {"ours": lambda: kernel.head_probabilities(q, kv, index, lse, SCALE)},
-            measure.floor_ms(2 * pairs * N * L, 2 * T * N * L),
-            None,
-        ),
-    }
-    return [
-        measure.row(
-            op, f"T={T}, top-{k}, {N} heads", measure.samples_ms(timed, repeats, warmup=2), floor,
-            measure.peak_gib(timed["ours"]), err,
-        )
-        for op, (timed, floor, err) in functions.items()
-    ]  # fmt: skip
+    functions = (
+        {name: forward(function) for name, function in candidates.items()},
+        {name: both(function) for name, function in candidates.items() if name in ("ours", "torch")},
+    )
+    names = "sparse attention fwd", "sparse attention fwd+bwd"
+    for op, run, floor in zip(names, functions, floors(int((index >= 0).sum()), T, T), strict=True):
+        peak = measure.peak_gib(run["ours"])
+        yield measure.row(op, f"T={T}, top-{k}, {N} heads", timed(run, repeats), floor, peak, error)
 
 
-def attention_rows(quick: bool) -> list[dict[str, Any]]:
+def attention_rows(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
-    error, rows = verified(), []
+    error = verified()
     for T in LENGTHS[:1] if quick else LENGTHS:
-        rows += rows_at(T, 4 if quick else 12, error)
+        yield from rows_at(T, FEW if quick or T == LONGEST else 12, error)
         torch.cuda.empty_cache()
-    return rows
 
 
 def dense(T: int) -> Callable[[], list[torch.Tensor]]:
@@ -231,26 +222,31 @@ def dsa(T: int) -> Callable[[], list[torch.Tensor]]:
     return run
 
 
-def dsa_rows(quick: bool) -> list[dict[str, Any]]:
+def dsa_rows(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
-    rows = []
-    for T in LONG[:1] if quick else LONG:
+    peaks = {}
+    for T in LENGTHS[:1] if quick else LENGTHS:
         candidates = {"ours": dsa(T), "dense cuDNN": dense(T)}
-        times = measure.samples_ms(candidates, 2 if quick else 5, warmup=1)
+        # The first call of each is followed by the first that is timed.
+        times = measure.samples_ms(candidates, FEW if quick or T == LONGEST else 5, 0)
         pairs = sum(min(t + 1, k) for t in range(T))
         index_flops = T * (T + 1) * INDEX_HEADS * INDEX_WIDTH
         floor = floors(pairs, T, T)[1] + measure.floor_ms(index_flops, 0)
-        peak = measure.peak_gib(candidates["ours"])
-        rows.append(measure.row("DSA fwd+bwd", f"T={T}, top-{k}, {N} heads", times, floor, peak, None))
-        print(f"    {rows[-1]['ours_ms'] / rows[-1]['peers_ms']['dense cuDNN']:.2f} of dense attention's time")
+        peaks[T] = measure.peak_gib(candidates["ours"])
+        row = measure.row("DSA fwd+bwd", f"T={T}, top-{k}, {N} heads", times, floor, peaks[T], None)
+        share = row["ours_ms"] / row["peers_ms"]["dense cuDNN"]
+        print(f"    {share:.2f} of dense attention's time", flush=True)
+        yield row | {"of_dense": share}
         del candidates
         torch.cuda.empty_cache()
-    return rows
+    for (T, peak), (later, more) in pairwise(peaks.items()):
+        print(f"    peak memory: {(more - peak) / (later - T) * 2**20:.1f} KiB a token from {T} to {later}")
 
 
-OPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {
-    "attention": attention_rows,
+OPS: dict[str, Callable[[bool], Iterator[dict[str, Any]]]] = {
     "index": index.rows,
+    "attention": attention_rows,
+    "loss": index.loss_rows,
     "dsa": dsa_rows,
 }
 

@@ -2,20 +2,23 @@
 
 Selections are compared with those by float64 scores, for some of the queries; a key may differ only where its score is
 within rounding of the last one selected. The definition runs on blocks of queries, as all its scores at once would not
-fit.
+fit. The gradient of the loss is measured with what the loss is learnt from, the probabilities of 96 heads of attention.
 
 Legend: T queries and keys, I index heads, K width of an index head, k selected keys.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import measure
 import torch
-from sparse_attention import index_topk, indexer_loss, indexer_loss_reference
+from sparse_attention import head_probabilities, index_topk, indexer_loss, indexer_loss_reference, sparse_attention
 from sparse_attention.index_reference import index_scores_reference, index_topk_reference, select_reference
 
 I, K, TOP = 64, 128, 2048  # noqa: E741
-TOKENS = (8192, 32768, 131072)
+TOKENS = (8192, 32768)
+# Of the attention that the loss is learnt from: heads, columns of a key, of which so many are values, and scale.
+N, L, V, SCALE = 96, 576, 512, 192**-0.5
 # Of a dense matrix product of 8-bit operands, measured on one H200.
 FLOPS_PER_SECOND_8_BITS = 1493e12
 # Scores that fp32 cannot tell apart, relative to the largest of their row.
@@ -71,13 +74,12 @@ def recall(found_Tk: torch.Tensor, wanted_Tk: torch.Tensor) -> float:
     return hits / total
 
 
-def selection_rows(T: int, quick: bool) -> list[dict[str, Any]]:
+def selection_rows(T: int, quick: bool) -> Iterator[dict[str, Any]]:
     arguments = inputs(T)
     exact = index_topk(*arguments, TOP)
     differ = verify_selection(T, exact, arguments)
     print(f"T={T}: {differ} of {CHECKED} queries differ from float64 by near ties")
-    flops, repeats = T * (T + 1) * I * K, 3 if quick else 12
-    found = []
+    flops, repeats = T * (T + 1) * I * K, 3 if quick else 7
     for precision in ("bf16", "fp8", "int8"):
         floor = measure.floor_ms(flops, 0)
         if precision != "bf16":
@@ -89,8 +91,7 @@ def selection_rows(T: int, quick: bool) -> list[dict[str, Any]]:
         share = recall(index_topk(*arguments, TOP, precision), exact)
         row = measure.row(f"index top-k {precision}", f"T={T}", measure.samples_ms(timed, repeats), floor, peak, None)
         print(f"    recall {share:.4f}")
-        found.append(row | {"recall": share})
-    return found
+        yield row | {"recall": share}
 
 
 def gradients(function, leaves, index_Tk, target_Tk, dloss_T) -> tuple[torch.Tensor, ...]:
@@ -118,26 +119,46 @@ def loss_error() -> float:
     return worst
 
 
-def loss_rows(T: int, error: float, quick: bool) -> list[dict[str, Any]]:
+def loss_rows_at(T: int, error: float, quick: bool) -> Iterator[dict[str, Any]]:
     q, k, weight, first, end = inputs(T)
     index = index_topk(q, k, weight, first, end, TOP)
-    target = torch.randn(T, TOP, device="cuda").exp() * (index >= 0)
+    q_TNL, kv_SL = (torch.randn(*shape, L, device="cuda").bfloat16() for shape in ((T, N), (T,)))
+    _, lse_TN = sparse_attention(q_TNL, kv_SL, index, SCALE, V)
     dloss = torch.full((T,), 1 / T, device="cuda")
 
-    def ours() -> tuple[torch.Tensor, ...]:
-        return gradients(indexer_loss, (q, k, weight), index, target, dloss)
+    def probabilities() -> torch.Tensor:
+        return head_probabilities(q_TNL, kv_SL, index, lse_TN, SCALE)
 
-    # Products of the selected pairs: scores in forward and again in backward, gradients of queries and of keys.
-    flops = 4 * 2 * I * K * int((index >= 0).sum())
-    times = measure.samples_ms({"ours": ours}, 3 if quick else 12)
-    return [
-        measure.row("indexer loss fwd+bwd", f"T={T}", times, measure.floor_ms(flops, 0), measure.peak_gib(ours), error)
-    ]
+    target = probabilities()
+
+    def loss(target_Tk: torch.Tensor = target) -> tuple[torch.Tensor, ...]:
+        return gradients(indexer_loss, (q, k, weight), index, target_Tk, dloss)
+
+    pairs, repeats = int((index >= 0).sum()), 3 if quick else 12
+    floors = {
+        "head probabilities": measure.floor_ms(2 * pairs * N * L, 2 * T * N * L + 8 * T * TOP),
+        # Products of the selected pairs: scores in forward and again in backward, gradients of queries and of keys.
+        "indexer loss fwd+bwd": measure.floor_ms(4 * 2 * I * K * pairs, 4 * T * I * K + 8 * T * TOP),
+    }
+    floors["KL gradient, both"] = sum(floors.values())
+    functions = {
+        "head probabilities": (probabilities, None),
+        "indexer loss fwd+bwd": (loss, error),
+        "KL gradient, both": (lambda: loss(probabilities()), error),
+    }
+    for op, (function, err) in functions.items():
+        times = measure.samples_ms({"ours": function}, repeats)
+        yield measure.row(op, f"T={T}, top-{TOP}", times, floors[op], measure.peak_gib(function), err)
 
 
-def rows(quick: bool) -> list[dict[str, Any]]:
+def rows(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
-    error, found = loss_error(), []
     for T in TOKENS[:1] if quick else TOKENS:
-        found += [*selection_rows(T, quick), *loss_rows(T, error, quick)]
-    return found
+        yield from selection_rows(T, quick)
+
+
+def loss_rows(quick: bool) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    error = loss_error()
+    for T in TOKENS[:1] if quick else TOKENS:
+        yield from loss_rows_at(T, error, quick)

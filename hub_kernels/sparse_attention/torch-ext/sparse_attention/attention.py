@@ -18,12 +18,13 @@ from .tiles import head_tiles
 # Launch settings, chosen for 96 heads and keys of 576 columns on an H200.
 TILE, COLUMNS, STEP, VALUES = 256, 64, 64, 256
 PROBABILITIES, PRODUCT = {"num_warps": 8, "num_stages": 4}, {"num_warps": 8, "num_stages": 3}
-SHARES, DELTA, SUM, QUERIES_SUMMED = {"num_warps": 8, "num_stages": 3}, {"num_warps": 4}, {"num_warps": 4}, 8
+SHARES, DELTA, ROWS = {"num_warps": 8, "num_stages": 3}, {"num_warps": 4}, 16
+SUM, QUERIES_SUMMED = {"num_warps": 4}, 8
 FUSED, FEWEST = {"num_warps": 8}, 128
 # Gluon is experimental, and another language in every release of Triton.
 GLUON = triton.__version__.startswith("3.6.")
 # What one step hands to the next is kept for as many queries as fit in here, bytes.
-SCRATCH_BYTES = 5 * 2**28
+SCRATCH_BYTES = 3 * 2**29
 logging.getLogger(__name__).info(
     "launch settings, fixed on all devices: probabilities %s, products %s, shares %s, sums %s",
     PROBABILITIES, PRODUCT, SHARES, SUM,
@@ -76,6 +77,10 @@ class Launch:
         self.scores = {**self.heads, **selection, "BC": BC, **precision}
         self.product = {**selection, "BP": min(STEP, BK), **precision}
         C = max(1, SCRATCH_BYTES // (self.KP * columns * q_TNL.element_size()))
+        if q_TNL.is_cuda:
+            # As many programs for each multiprocessor.
+            processors = torch.cuda.get_device_properties(q_TNL.device).multi_processor_count
+            C = max(C - C % processors, min(C, processors))
         self.ranges = [slice(i, min(i + C, self.T)) for i in range(0, self.T, C)]
         self.C = min(C, self.T)
 
@@ -175,31 +180,33 @@ def _backward(
     if not T * S:
         return dq.zero_(), dkv.to(kv.dtype), delta.zero_()
     launch = Launch(q, index, V, N + L)
-    ds, shares = q.new_empty(launch.C, launch.KP, N), q.new_empty(launch.C, launch.KP, L)
+    ds, shares = q.new_empty(launch.C, launch.KP, N), q.new_empty(launch.C * launch.k, L)
+    order = torch.arange(launch.C * launch.k, dtype=torch.int32, device=q.device)
     count, keys = counts(index), torch.arange(S + 1, dtype=torch.int32, device=q.device)
+    # Columns behind the values, as the tensor cores take them.
+    BR = max(16, triton.next_power_of_2(L - V)) if L > V else 0
     with torch.cuda.device_of(q):
-        BR = 16
-        delta_kernel[(triton.cdiv(T * N, BR),)](
-            out_TNV, dout, delta, T * N, V=V, BR=BR, BV=triton.next_power_of_2(V), **DELTA
+        delta_kernel[(triton.cdiv(T * N, ROWS),)](
+            out_TNV, dout, delta, T * N, V=V, BR=ROWS, BV=triton.next_power_of_2(V), **DELTA
         )
         for r in launch.ranges:
             C = r.stop - r.start
-            shares_kernel[(C * launch.KT,)](
-                q[r], dout[r], kv, index[r], lse_TN[r], delta[r], ds, shares, scale, V=V, **launch.scores, **SHARES
-            )
-            # The columns of values first, then the others: as blocks of 256 they would be more than half empty.
-            for start, end, BV in ((0, V, launch.BV), (V, L, COLUMNS)):
-                if end == start:
-                    continue
-                query_gradients_kernel[(C * triton.cdiv(end - start, BV),)](
-                    ds, kv, index[r], count[r], dq[r], start, end, BV=BV, **launch.heads, **launch.product, **PRODUCT
-                )
             # The slots of each key, in the order of the queries; those without a key come first.
             key, slot = torch.sort(index[r].flatten(), stable=True)
-            border = torch.searchsorted(key, keys)
+            place = torch.empty_like(key).scatter_(0, slot, order[: len(slot)])
+            arguments = q[r], dout[r], kv, index[r], place, lse_TN[r], delta[r], ds, shares, scale
+            if _fused(q, V) and N <= 96:
+                from .backward_hopper import shares_kernel as fused_kernel
+
+                fused_kernel[(C,)](*arguments, count[r], V=V, N=N, L=L, KS=launch.k, KP=launch.KP, **FUSED)
+            else:
+                shares_kernel[(C * launch.KT,)](*arguments, V=V, **launch.scores, **SHARES)
+            query_gradients_kernel[(C * triton.cdiv(V, launch.BV),)](
+                ds, kv, index[r], count[r], dq[r], V=V, BV=launch.BV, BR=BR, **launch.heads, **launch.product, **PRODUCT
+            )
             add_shares_kernel[(S,)](
-                shares, slot, border, dkv, L=L, V=V, KS=launch.k, KP=launch.KP, BQ=QUERIES_SUMMED,
-                BV=triton.next_power_of_2(V), BR=triton.next_power_of_2(max(L - V, 1)), **SUM,
+                shares, torch.searchsorted(key, keys), dkv, L=L, V=V, BQ=QUERIES_SUMMED,
+                BV=triton.next_power_of_2(V), BR=BR, **SUM,
             )  # fmt: skip
     return dq, dkv.to(kv.dtype), delta
 

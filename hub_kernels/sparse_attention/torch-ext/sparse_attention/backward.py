@@ -1,7 +1,8 @@
 """Backward: what every query adds to the keys that it selected, its own gradient, and the sums over queries.
 
 Additions of many queries to one key are not made in memory, where their order would change from run to run. A query
-writes its share for each of its keys in turn; then each key's shares are summed in the order of the queries.
+writes its share for each of its keys, to a place among all shares of that key in the order of the queries; then each
+key's shares are summed in that order.
 
 Legend: T queries of this launch, N heads, S keys, L columns of a key, V of them values, KS selected keys per query,
         KT tiles of them; BK selected keys of a tile, BP of a step, BC columns of a step, BN0 and BN1 heads.
@@ -41,11 +42,12 @@ def _score_gradients(s, dp, m_k, lse, delta, ds, scale, i_t, i_k, i_n: tl.conste
 
 @triton.jit
 def shares_kernel(
-    q, dout, kv, index, lse, delta, ds, shares, scale,
+    q, dout, kv, index, place, lse, delta, ds, shares, scale,
     N: tl.constexpr, L: tl.constexpr, V: tl.constexpr, KS: tl.constexpr, KT: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per query and tile of keys: ds [T, KT * BK, N], and shares [T, KT * BK, L] of the gradients of these keys."""
+    """Per query and tile of keys: ds [T, KT * BK, N], and shares [T * KS, L] of the gradients of these keys, at
+    the rows `place` [T, KS]."""
     i_t, i_k = tl.program_id(0) // KT, tl.program_id(0) % KT
     b_s, m_k = selected(index, i_t, i_k * BK, first_selected(index, i_t, KS), KS, BK)
     if tl.max(m_k.to(tl.int32), 0) > 0:
@@ -62,7 +64,9 @@ def shares_kernel(
         p0, ds0 = _score_gradients(s0, dp0, m_k, lse, delta, ds, scale, i_t, i_k, 0, N, KT, BK, BN0)
         if BN1 > 0:
             p1, ds1 = _score_gradients(s1, dp1, m_k, lse, delta, ds, scale, i_t, i_k, BN0, N, KT, BK, BN1)
-        o_k = ((i_t.to(tl.int64) * KT + i_k) * BK + tl.arange(0, BK))[:, None] * L
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_place = tl.load(place + i_t.to(tl.int64) * KS + o_k, mask=m_k, other=0)
+        p_share = shares + b_place.to(tl.int64)[:, None] * L
         for i_c in range(0, V, BC):
             acc = tl.dot(p0, heads(dout, i_t, 0, i_c, N, V, BN0, BC), input_precision=PRECISION)
             acc = tl.dot(ds0, heads(q, i_t, 0, i_c, N, L, BN0, BC), acc, input_precision=PRECISION)
@@ -70,76 +74,103 @@ def shares_kernel(
                 acc = tl.dot(p1, heads(dout, i_t, BN0, i_c, N, V, BN1, BC), acc, input_precision=PRECISION)
                 acc = tl.dot(ds1, heads(q, i_t, BN0, i_c, N, L, BN1, BC), acc, input_precision=PRECISION)
             o_c = i_c + tl.arange(0, BC)
-            tl.store(shares + o_k + o_c[None, :], acc.to(shares.dtype.element_ty))
+            tl.store(p_share + o_c[None, :], acc.to(shares.dtype.element_ty), mask=m_k[:, None])
         for i_c in range(V, L, BC):
             acc = tl.dot(ds0, heads(q, i_t, 0, i_c, N, L, BN0, BC), input_precision=PRECISION)
             if BN1 > 0:
                 acc = tl.dot(ds1, heads(q, i_t, BN0, i_c, N, L, BN1, BC), acc, input_precision=PRECISION)
             o_c = i_c + tl.arange(0, BC)
-            tl.store(shares + o_k + o_c[None, :], acc.to(shares.dtype.element_ty), mask=(o_c < L)[None, :])
+            m_kc = m_k[:, None] & (o_c < L)[None, :]
+            tl.store(p_share + o_c[None, :], acc.to(shares.dtype.element_ty), mask=m_kc)
 
 
 @triton.jit
-def _store_dq(acc, dq, i_t, i_n: tl.constexpr, i_c, end, N: tl.constexpr, L: tl.constexpr, BN: tl.constexpr,
-              BC: tl.constexpr):  # fmt: skip
+def _store_dq(acc, dq, i_t, i_n: tl.constexpr, i_c, end: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+              BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     o_n, o_c = i_n + tl.arange(0, BN), i_c + tl.arange(0, BC)
     p_dq = dq + (i_t.to(tl.int64) * N + o_n[:, None]) * L + o_c[None, :]
     tl.store(p_dq, tl.trans(acc).to(dq.dtype.element_ty), mask=(o_n < N)[:, None] & (o_c < end)[None, :])
 
 
 @triton.jit
-def query_gradients_kernel(
-    ds, kv, index, count, dq, start, end,
-    N: tl.constexpr, L: tl.constexpr, KS: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
-    BV: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Per query and block of columns start .. end: dq [T, N, L]."""
-    blocks = tl.cdiv(end - start, BV)
-    i_t, i_c = tl.program_id(0) // blocks, start + tl.program_id(0) % blocks * BV
-    keys, first = tl.load(count + i_t), first_selected(index, i_t, KS)
-    acc0 = tl.zeros([BV, BN0], tl.float32)
-    if BN1 > 0:
-        acc1 = tl.zeros([BV, BN1], tl.float32)
+def _query_gradients(ds, kv, index, keys, dq, i_t, i_v, N: tl.constexpr, L: tl.constexpr, V: tl.constexpr,
+                     KS: tl.constexpr, KP: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
+                     BN0: tl.constexpr, BN1: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """dq of BV columns from i_v on, and if BR is not 0 of the columns behind the values."""
+    first = first_selected(index, i_t, KS)
+    acc0, acc1 = tl.zeros([BV, BN0], tl.float32), tl.zeros([BV, BN1 if BN1 > 0 else 1], tl.float32)
+    rest0 = tl.zeros([BR if BR > 0 else 1, BN0], tl.float32)
+    rest1 = tl.zeros([BR if BR > 0 else 1, BN1 if BN1 > 0 else 1], tl.float32)
     # Loaded by hand, one step ahead: see values_kernel.
     b_s, _ = selected(index, i_t, 0, first, KS, BP)
     for i_p in range(0, keys, BP):
-        b_k = tl.trans(gathered(kv, b_s, i_c, L, BV))
+        b_k = tl.trans(gathered(kv, b_s, i_v, L, BV))
+        if BR > 0:
+            b_r = tl.trans(gathered(kv, b_s, V, L, BR))
         b_s, _ = selected(index, i_t, i_p + BP, first, KS, BP)
-        acc0 = tl.dot(b_k, heads_of_keys(ds, i_t, i_p, 0, KT * BK, N, BP, BN0), acc0, input_precision=PRECISION)
+        b_ds = heads_of_keys(ds, i_t, i_p, 0, KP, N, BP, BN0)
+        acc0 = tl.dot(b_k, b_ds, acc0, input_precision=PRECISION)
+        if BR > 0:
+            rest0 = tl.dot(b_r, b_ds, rest0, input_precision=PRECISION)
         if BN1 > 0:
-            b_ds = heads_of_keys(ds, i_t, i_p, BN0, KT * BK, N, BP, BN1)
+            b_ds = heads_of_keys(ds, i_t, i_p, BN0, KP, N, BP, BN1)
             acc1 = tl.dot(b_k, b_ds, acc1, input_precision=PRECISION)
-    _store_dq(acc0, dq, i_t, 0, i_c, end, N, L, BN0, BV)
+            if BR > 0:
+                rest1 = tl.dot(b_r, b_ds, rest1, input_precision=PRECISION)
+    _store_dq(acc0, dq, i_t, 0, i_v, V, N, L, BN0, BV)
     if BN1 > 0:
-        _store_dq(acc1, dq, i_t, BN0, i_c, end, N, L, BN1, BV)
+        _store_dq(acc1, dq, i_t, BN0, i_v, V, N, L, BN1, BV)
+    if BR > 0:
+        _store_dq(rest0, dq, i_t, 0, V, L, N, L, BN0, BR)
+        if BN1 > 0:
+            _store_dq(rest1, dq, i_t, BN0, V, L, N, L, BN1, BR)
 
 
 @triton.jit
-def _add_shares(shares, slot, start, end, dkv, i_s, i_c: tl.constexpr, stop: tl.constexpr, L: tl.constexpr,
-                KS: tl.constexpr, KP: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def query_gradients_kernel(
+    ds, kv, index, count, dq,
+    N: tl.constexpr, L: tl.constexpr, V: tl.constexpr, KS: tl.constexpr, KT: tl.constexpr, BK: tl.constexpr,
+    BP: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr, BN0: tl.constexpr, BN1: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Per query and block of BV values: dq [T, N, L]; that of the BR columns behind the values with the first block."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_t, i_v = tl.program_id(0) // NV, tl.program_id(0) % NV
+    keys = tl.load(count + i_t)
+    if i_v == 0:
+        _query_gradients(ds, kv, index, keys, dq, i_t, 0, N, L, V, KS, KT * BK, BP, BV, BR, BN0, BN1, PRECISION)
+    else:
+        _query_gradients(ds, kv, index, keys, dq, i_t, i_v * BV, N, L, V, KS, KT * BK, BP, BV, 0, BN0, BN1, PRECISION)
+
+
+@triton.jit
+def _rows(shares, i_r, end, i_c: tl.constexpr, stop: tl.constexpr, L: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr):
+    """fp32 [BQ, BC] of shares [rows, L]: rows from i_r on, zero from row `end` and column `stop` on."""
+    o_r, o_c = i_r + tl.arange(0, BQ), i_c + tl.arange(0, BC)
+    p_x = shares + o_r.to(tl.int64)[:, None] * L + o_c[None, :]
+    return tl.load(p_x, mask=(o_r < end)[:, None] & (o_c < stop)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _add(dkv, i_s, acc, i_c: tl.constexpr, stop: tl.constexpr, L: tl.constexpr, BC: tl.constexpr):
     o_c = i_c + tl.arange(0, BC)
-    acc = tl.zeros([BQ, BC], tl.float32)
-    for i in range(start, end, BQ):
-        o_i = i + tl.arange(0, BQ)
-        # Slot r of the list of queries and selected keys is row r of the shares, apart from the padding of tiles.
-        b_r = tl.load(slot + o_i, mask=o_i < end, other=0)
-        b_r = b_r // KS * KP + b_r % KS
-        m_ic = (o_i < end)[:, None] & (o_c < stop)[None, :]
-        acc += tl.load(shares + b_r[:, None] * L + o_c[None, :], mask=m_ic, other=0.0).to(tl.float32)
-    p_dkv = dkv + i_s.to(tl.int64) * L + o_c
-    m_c = o_c < stop
+    p_dkv, m_c = dkv + i_s.to(tl.int64) * L + o_c, o_c < stop
     tl.store(p_dkv, tl.load(p_dkv, mask=m_c, other=0.0) + tl.sum(acc, 0), mask=m_c)
 
 
 @triton.jit
 def add_shares_kernel(
-    shares, slot, start, dkv, L: tl.constexpr, V: tl.constexpr, KS: tl.constexpr, KP: tl.constexpr,
-    BQ: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
+    shares, start, dkv, L: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dkv [S, L] plus shares [T, KP, L] of each key, whose int64 slots, query * KS + place, are a range of `slot`."""
+    """dkv [S, L] plus the shares of each key s, rows start[s] to start[s + 1] of shares, in order; BR 0: L is V."""
     i_s = tl.program_id(0)
-    first, end = tl.load(start + i_s), tl.load(start + i_s + 1)
+    first, end = tl.load(start + i_s).to(tl.int32), tl.load(start + i_s + 1).to(tl.int32)
+    acc, rest = tl.zeros([BQ, BV], tl.float32), tl.zeros([BQ, BR if BR > 0 else 1], tl.float32)
     if end > first:
-        _add_shares(shares, slot, first, end, dkv, i_s, 0, V, L, KS, KP, BQ, BV)
-        if L > V:
-            _add_shares(shares, slot, first, end, dkv, i_s, V, L, L, KS, KP, BQ, BR)
+        for i_r in range(first, end, BQ):
+            acc += _rows(shares, i_r, end, 0, V, L, BQ, BV)
+            if BR > 0:
+                rest += _rows(shares, i_r, end, V, L, L, BQ, BR)
+        _add(dkv, i_s, acc, 0, V, L, BV)
+        if BR > 0:
+            _add(dkv, i_s, rest, V, L, L, BR)

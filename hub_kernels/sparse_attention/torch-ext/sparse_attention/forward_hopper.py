@@ -6,11 +6,10 @@ transposed, 512 values x heads, since the tensor cores take any multiple of 8 co
 
 All shared memory is one array of blocks of 32 rows x 64 columns, which the tensor cores read as taller tiles:
 
-    27 of queries, 3 for each 64 columns | 3 of probabilities | 2 of the last 64 columns of keys | 6 slots of 4
+    27 of queries, 3 for each 64 columns | 3 of probabilities | 2 of the last 64 columns of keys | 3 slots of 8
 
-A slot holds 128 columns of 64 keys. The four of a tile of keys are used in order and given to the tiles after it as
-soon as the values in them have been multiplied, so that loads are under way all the time: the first half of a tile of
-keys is asked for one and a half tiles ahead, the second half one tile ahead.
+A slot holds 256 columns of 64 keys, half of what are values too. The two of a tile of keys are used in order and given
+to the tile after it: the third one when this tile has scores, the first one when the values in it have been multiplied.
 
 Legend: T queries, N heads, S keys, L columns of a key, V of them values, KS selected keys per query; BK selected keys
         of a tile; GROUP heads of a program, 64 or 96, ROWS of them in scores, 64 or 128.
@@ -40,8 +39,8 @@ OUT_REST = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16]))
 @gluon.jit
 def _rows(index, i_k, keys, first, L: gl.constexpr):
     """Offsets in kv of the selected keys from i_k on; behind the last the query's first key."""
-    o_k = i_k + gl.arange(0, BK, gl.SliceLayout(1, COPY))
-    return gl.load(index + o_k, mask=o_k < keys, other=first) * L
+    o_k = gl.arange(0, BK, gl.SliceLayout(1, COPY))
+    return gl.load(index + i_k + o_k, mask=o_k < keys - i_k, other=first) * L
 
 
 @gluon.jit
@@ -70,9 +69,9 @@ def _copy_queries(blocks, i_block, p_q, i_n, i_c: gl.constexpr, N: gl.constexpr,
 
 
 @gluon.jit
-def _add_scores(s, blocks, i_block, i_c: gl.constexpr, ROWS: gl.constexpr, use_acc=True):
+def _add_scores(s, blocks, i_block, base, i_c: gl.constexpr, ROWS: gl.constexpr, use_acc=True):
     """s plus the products of 64 columns, those from 64 * i_c on, of queries and of the keys from i_block on."""
-    b_q = blocks.index(3 * i_c)._reinterpret(blocks.dtype, [ROWS, 64], SHARED)
+    b_q = blocks.index(base + 3 * i_c)._reinterpret(blocks.dtype, [ROWS, 64], SHARED)
     b_k = blocks.index(i_block)._reinterpret(blocks.dtype, [BK, 64], SHARED)
     return warpgroup_mma(b_q, b_k.permute((1, 0)), s, use_acc=use_acc, is_async=True)
 
@@ -116,7 +115,6 @@ def attention_kernel(
     SCORES: gl.constexpr = SCORES_96 if REST else SCORES_64
     i_t, i_n = (gl.program_id(0) // GROUPS).to(gl.int64), gl.program_id(0) % GROUPS * GROUP
     keys = gl.load(count + i_t)
-    tiles = (keys + BK - 1) // BK
     p_s = index + i_t * KS
     first = gl.maximum(gl.load(p_s), 0)
     dtype: gl.constexpr = kv.dtype.element_ty
@@ -124,19 +122,15 @@ def attention_kernel(
     vector = gl.allocate_shared_memory(gl.float32, [ROWS], VECTOR)
 
     rows = _rows(p_s, 0, keys, first, L)
-    next_rows = _rows(p_s, BK, keys, first, L)
     # The queries go with the first group.
     for i in gl.static_range(9):
         _copy_queries(blocks, 3 * i, q + i_t * (N * L), i_n, i * 64, N, L, N % GROUP == 0, 64)
         if REST:
             _copy_queries(blocks, 3 * i + 2, q + i_t * (N * L), i_n + 64, i * 64, N, L, N % GROUP == 0, 32)
-    _copy(blocks, SLOTS, kv, rows, 0, tiles > 0, 128)
-    _copy(blocks, SLOTS + 4, kv, rows, 128, tiles > 0, 128)
-    _copy(blocks, EXTRA, kv, rows, V, tiles > 0, 64)
-    _copy(blocks, SLOTS + 8, kv, rows, 256, tiles > 0, 128)
-    _copy(blocks, SLOTS + 12, kv, rows, 384, tiles > 0, 128)
-    _copy(blocks, SLOTS + 16, kv, next_rows, 0, tiles > 1, 128)
-    _copy(blocks, SLOTS + 20, kv, next_rows, 128, tiles > 1, 128)
+    _copy(blocks, SLOTS, kv, rows, 0, keys > 0, 256)
+    _copy(blocks, EXTRA, kv, rows, V, keys > 0, 64)
+    _copy(blocks, SLOTS + 8, kv, rows, 256, keys > 0, 256)
+    rows = _rows(p_s, BK, keys, first, L)
 
     acc0 = gl.zeros([128, 64], gl.float32, OUT)
     acc1 = gl.zeros([128, 64], gl.float32, OUT)
@@ -152,27 +146,31 @@ def attention_kernel(
     o_k = gl.arange(0, BK, gl.SliceLayout(0, SCORES))
     b_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-    # First blocks of the tile's first and second pair of slots.
-    pair = SLOTS
-    for i_k in range(tiles):
-        later = SLOTS + (pair - SLOTS + 8) % 24
-        last_rows = _rows(p_s, (i_k + 2) * BK, keys, first, L)
+    slot = SLOTS
+    for i_k in range(0, keys, BK):
+        # 0, which the compiler does not know: it would compute all descriptors of queries ahead of the loop, and spill
+        # them.
+        base = i_k >> 30
+        # First blocks of slots: of this tile's other one, and of the next tile's first one.
+        later, free = SLOTS + (slot - SLOTS + 8) % 24, SLOTS + (slot - SLOTS + 16) % 24
         s = gl.zeros([ROWS, BK], gl.float32, SCORES)
-        async_copy.wait_group(4)
-        s = _add_scores(s, blocks, pair, 0, ROWS, False)
-        s = _add_scores(s, blocks, pair + 2, 1, ROWS)
-        s = _add_scores(s, blocks, pair + 4, 2, ROWS)
-        s = _add_scores(s, blocks, pair + 6, 3, ROWS)
-        s = _add_scores(s, blocks, EXTRA, 8, ROWS)
-        async_copy.wait_group(3)
-        s = _add_scores(s, blocks, later, 4, ROWS)
-        s = _add_scores(s, blocks, later + 2, 5, ROWS)
-        async_copy.wait_group(2)
-        s = _add_scores(s, blocks, later + 4, 6, ROWS)
-        s = _add_scores(s, blocks, later + 6, 7, ROWS)
+        async_copy.wait_group(1)
+        s = _add_scores(s, blocks, slot, base, 0, ROWS, False)
+        s = _add_scores(s, blocks, slot + 2, base, 1, ROWS)
+        s = _add_scores(s, blocks, slot + 4, base, 2, ROWS)
+        s = _add_scores(s, blocks, slot + 6, base, 3, ROWS)
+        s = _add_scores(s, blocks, EXTRA, base, 8, ROWS)
+        async_copy.wait_group(0)
+        s = _add_scores(s, blocks, later, base, 4, ROWS)
+        s = _add_scores(s, blocks, later + 2, base, 5, ROWS)
+        s = _add_scores(s, blocks, later + 4, base, 6, ROWS)
+        s = _add_scores(s, blocks, later + 6, base, 7, ROWS)
+        _copy(blocks, free, kv, rows, 0, i_k + BK < keys, 256)
         s = warpgroup_mma_wait(0, deps=(s,))
 
-        s = gl.where(gl.expand_dims(i_k * BK + o_k < keys, 0), s * (scale * LOG2E), float("-inf"))
+        s = s * (scale * LOG2E)
+        if i_k + BK > keys:
+            s = gl.where(gl.expand_dims(o_k < keys - i_k, 0), s, float("-inf"))
         b_top = gl.max(s, 1)
         behind = gl.max(gl.where(m_h, b_top - b_m, 0.0), 0)
         if behind > SLACK:
@@ -189,42 +187,32 @@ def attention_kernel(
         s = gl.exp2(s - gl.expand_dims(b_m, 1))
         b_l += gl.sum(s, 1)
         # The rows of no heads fall onto the keys' last columns, which have been multiplied and are copied anew next.
-        blocks.index(PROBABILITIES)._reinterpret(dtype, [ROWS, BK], SHARED).store(s.to(dtype))
+        blocks.index(PROBABILITIES + base)._reinterpret(dtype, [ROWS, BK], SHARED).store(s.to(dtype))
         fence_async_shared()
-        acc0 = _add_values(acc0, blocks, pair, 0)
+        acc0 = _add_values(acc0, blocks, slot, 0)
+        acc1 = _add_values(acc1, blocks, slot + 4, 0)
         if REST:
-            rest0 = _add_values(rest0, blocks, pair, 64)
-        acc1 = _add_values(acc1, blocks, pair + 4, 0)
-        if REST:
-            rest1 = _add_values(rest1, blocks, pair + 4, 64)
-        _copy(blocks, EXTRA, kv, next_rows, V, i_k + 1 < tiles, 64)
-        # One pair of slots may still be multiplied when the one before it is given away.
-        if REST:
-            acc0, rest0 = warpgroup_mma_wait(2, deps=(acc0, rest0))
-        else:
-            acc0 = warpgroup_mma_wait(1, deps=(acc0,))
-        _copy(blocks, pair, kv, next_rows, 256, i_k + 1 < tiles, 128)
+            rest0 = _add_values(rest0, blocks, slot, 64)
+            rest1 = _add_values(rest1, blocks, slot + 4, 64)
         acc2 = _add_values(acc2, blocks, later, 0)
-        if REST:
-            rest2 = _add_values(rest2, blocks, later, 64)
-            acc1, rest1 = warpgroup_mma_wait(2, deps=(acc1, rest1))
-        else:
-            acc1 = warpgroup_mma_wait(1, deps=(acc1,))
-        _copy(blocks, pair + 4, kv, next_rows, 384, i_k + 1 < tiles, 128)
         acc3 = _add_values(acc3, blocks, later + 4, 0)
         if REST:
+            rest2 = _add_values(rest2, blocks, later, 64)
             rest3 = _add_values(rest3, blocks, later + 4, 64)
-            acc2, rest2 = warpgroup_mma_wait(2, deps=(acc2, rest2))
-        else:
-            acc2 = warpgroup_mma_wait(1, deps=(acc2,))
-        _copy(blocks, later, kv, last_rows, 0, i_k + 2 < tiles, 128)
+        _copy(blocks, EXTRA, kv, rows, V, i_k + BK < keys, 64)
+        # The second half of the values may still be multiplied when the slot of the first one is given away.
         if REST:
-            acc3, rest3 = warpgroup_mma_wait(0, deps=(acc3, rest3))
+            acc0, acc1, rest0, rest1 = warpgroup_mma_wait(4, deps=(acc0, acc1, rest0, rest1))
         else:
-            acc3 = warpgroup_mma_wait(0, deps=(acc3,))
-        _copy(blocks, later + 4, kv, last_rows, 128, i_k + 2 < tiles, 128)
-        next_rows = last_rows
-        pair = SLOTS + (pair - SLOTS + 16) % 24
+            acc0, acc1 = warpgroup_mma_wait(2, deps=(acc0, acc1))
+        gl.thread_barrier()
+        _copy(blocks, slot, kv, rows, 256, i_k + BK < keys, 256)
+        rows = _rows(p_s, i_k + 2 * BK, keys, first, L)
+        if REST:
+            acc2, acc3, rest2, rest3 = warpgroup_mma_wait(0, deps=(acc2, acc3, rest2, rest3))
+        else:
+            acc2, acc3 = warpgroup_mma_wait(0, deps=(acc2, acc3))
+        slot = free
 
     async_copy.wait_group(0)
     if HAS_SINK:
