@@ -38,11 +38,11 @@ def _attention(config: LatentMoETextConfig, length: int, indexed: bool) -> float
     projections = D * config.q_lora_rank + config.q_lora_rank * N * (nope + shared)
     projections += D * (latent + shared) + latent * N * (nope + V)
     projections += (2 if config.mla_use_output_gate else 1) * D * N * V
-    keys = _mean_keys(length, config.index_topk) if indexed else _mean_keys(length, length)
+    keys = mean_keys(length, config.index_topk) if indexed else mean_keys(length, length)
     return 2 * projections + 2 * N * (nope + shared + V) * keys
 
 
-def _mean_keys(length: int, most: int) -> float:
+def mean_keys(length: int, most: int) -> float:
     """Mean number of keys of a causal query that sees at most `most` of those before it and itself."""
     if length <= most:
         return (length + 1) / 2
@@ -53,7 +53,7 @@ def _indexer(config: LatentMoETextConfig, length: int) -> float:
     N, K = config.index_n_heads, config.index_head_dim
     projections = config.q_lora_rank * N * K + config.hidden_size * (K + N)
     projections += config.hidden_size * K if config.index_kpool > 1 else 0
-    scored = _mean_keys(length, length) / config.index_kpool if length > config.index_topk else 0
+    scored = mean_keys(length, length) / config.index_kpool if length > config.index_topk else 0
     return 2 * projections + 2 * N * K * scored
 
 
