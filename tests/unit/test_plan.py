@@ -354,7 +354,7 @@ def test_a_check_is_printed_before_it_is_measured(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == first and first.startswith("PREDICTION")
     assert "devices 1, --ep 1, experts 112, T=8192, again none: 339 ms" in first
     (ms,) = re.findall("devices 2, --ep 2, experts 896, T=32768, again none: ([0-9,]+) ms", first)
-    assert f"one: {ms.replace(',', '')} ms" in (ROOT / "README.md").read_text()
+    assert f"devices: {ms.replace(',', '')} ms" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
