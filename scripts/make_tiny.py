@@ -1,7 +1,7 @@
 """Make the tiny model that ships with the package: draw pictures, ask about them, train from random weights.
 
     python scripts/make_tiny.py --out /tmp/tiny --device cuda
-    python scripts/make_tiny.py --out /tmp/tiny --tower-steps 20 --steps 20 --recovery-steps 10 --batch-size 16
+    python scripts/make_tiny.py --out /tmp/tiny --tower_steps 20 --steps 20 --recovery_steps 10 --batch_size 16
 
 The first command made the shipped weights, in under 8 minutes on one H200 with 14 processes that draw. The second is a
 quick look. Everything the model ever sees is drawn here with PIL: coloured shapes, lines and curves, never a digit.
@@ -594,16 +594,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint; must not exist yet")
     parser.add_argument(
-        "--tower-steps", type=int, default=250, help="steps of the vision tower alone (default %(default)s)"
+        "--tower_steps", type=int, default=250, help="steps of the vision tower alone (default %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=1400, help="steps of the float stage (default %(default)s)")
     parser.add_argument(
-        "--recovery-steps",
+        "--recovery_steps",
         type=int,
         default=250,
         help="steps after rounding the experts (default %(default)s)",
     )
-    parser.add_argument("--batch-size", type=int, default=256, help="pictures per step (default %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=256, help="pictures per step (default %(default)s)")
     parser.add_argument(
         "--lr",
         type=float,
@@ -611,7 +611,7 @@ def parse_arguments() -> argparse.Namespace:
         help="peak learning rate of every stage (default %(default)s)",
     )
     parser.add_argument(
-        "--index-topk", type=int, default=32, help="keys that sparse attention selects (default %(default)s)"
+        "--index_topk", type=int, default=32, help="keys that sparse attention selects (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, pictures and questions (default %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default %(default)s)")
@@ -622,7 +622,7 @@ def parse_arguments() -> argparse.Namespace:
         help="processes that draw (default %(default)s)",
     )
     parser.add_argument(
-        "--eval-samples", type=int, default=1000, help="unseen pictures to ask about (default %(default)s)"
+        "--eval_samples", type=int, default=1000, help="unseen pictures to ask about (default %(default)s)"
     )
     return parser.parse_args()
 
