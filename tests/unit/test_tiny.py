@@ -263,7 +263,7 @@ def test_tower_learns_from_its_heads(make_tiny):
 @pytest.mark.slow
 def test_script_runs_from_start_to_end(make_tiny, tmp_path, monkeypatch, capsys):
     out = tmp_path / "model"
-    arguments = ["--out", str(out), "--tower-steps", "2", "--steps", "2", "--recovery-steps", "1", "--batch-size", "4"]
+    arguments = ["--out", str(out), "--tower_steps", "2", "--steps", "2", "--recovery_steps", "1", "--batch_size", "4"]
     monkeypatch.setattr(sys, "argv", ["make_tiny.py", *arguments, "--eval_samples", "4", "--workers", "1"])
     make_tiny.main()
     assert "3 shards" in capsys.readouterr().out
