@@ -1,15 +1,16 @@
 """The expert MLP at the released model's widths: errors, times, memory, adapters, and the first product alone.
 
-python hub_kernels/latent_moe/benchmarks/benchmark.py [--quick]
+python hub_kernels/latent_moe/benchmarks/benchmark.py [--quick] [--tokens 512 8192]
 
 Rows are drawn by uniform routing of 56 experts. The other implementations get rows that are sorted already and leave
 the weighted sum out, except transformers', which does both; ours includes gathering and summing. What is verified is
-the sum, its gradient of the tokens, against float64 on the experts of a sample of tokens.
+the sum, its gradient of the tokens, against float64 on the experts of a sample of tokens. Every row is written to
+results/h200.json as soon as it is measured, under the command that measures its number of tokens alone.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -170,7 +171,7 @@ def first_product(setting: Setting, up: torch.Tensor, repeats: int, rows: int, s
     product = getattr(F, "grouped_mm", torch._grouped_mm)
     matrices = mlp.Matrices(setting.gate_up.weight, setting.gate_up.scale, None, None, 1.0)
     plan = mlp.Plan(setting.rows.slot_R, setting.rows.row_TS, setting.rows.offset, "situ", BETA, LINEAR_BETA)
-    ordered = mlp.decodes_inside(matrices, rows)
+    ordered = mlp.decodes_inside(setting.x, matrices, rows)
     x_R, scratch = setting.x[setting.token_R], torch.empty_like(up)
     runs = {
         "ours": lambda: mlp._gate_up(setting.x, None, matrices, plan, True, ordered),
@@ -184,7 +185,8 @@ def first_product(setting: Setting, up: torch.Tensor, repeats: int, rows: int, s
     return row("MXFP4 gate+up GEMM fwd", shape, samples_ms(runs, repeats), floor, None, None)
 
 
-def measure(tokens: int, gate_up: ExpertMatrices, down: ExpertMatrices, quick: bool) -> list[dict]:
+def measured(tokens: int, gate_up: ExpertMatrices, down: ExpertMatrices, quick: bool) -> Iterator[dict]:
+    """The rows of one number of tokens, each as soon as it is there."""
     setting, repeats, rows = Setting(tokens, gate_up, down), 3 if quick else 12, tokens * S
     up, low = decoded(gate_up), decoded(down)
     on_rows = others(setting, up, low)
@@ -206,13 +208,13 @@ def measure(tokens: int, gate_up: ExpertMatrices, down: ExpertMatrices, quick: b
             return lambda: with_gradient(function, x, gradient)
         return torch.no_grad()(lambda: function(x))
 
-    found = []
     for op, backward in (("experts fwd", False), ("experts fwd+dX", True)):
         runs = {name: run(name, backward) for name in kept}
         times, memory = samples_ms(runs, repeats), {name: peak_gib(f) for name, f in runs.items()}
         floor = floor_ms((1 + backward) * flops, (1 + backward) * moved)
-        found.append(row(f"{op}, MXFP4 W", shape, times, floor, memory["ours"], error))
+        yield row(f"{op}, MXFP4 W", shape, times, floor, memory["ours"], error)
         print("peak GiB above inputs and weights: " + ", ".join(f"{n} {gib:.2f}" for n, gib in memory.items()))
+    yield first_product(setting, up, repeats, rows, shape)
     frozen = run("ours", True)
     for rank in (2, 16):
         stacks = adapted(gate_up, rank), adapted(down, rank)
@@ -224,23 +226,23 @@ def measure(tokens: int, gate_up: ExpertMatrices, down: ExpertMatrices, quick: b
 
         times = samples_ms({"ours": train, "without adapters": frozen}, repeats)
         floor = floor_ms(2 * flops, 2 * moved)
-        found.append(row(f"experts fwd+bwd, rank {rank}", shape, times, floor, peak_gib(train), None))
-    found.append(first_product(setting, up, repeats, rows, shape))
-    return found
+        yield row(f"experts fwd+bwd, rank {rank}", shape, times, floor, peak_gib(train), None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three samples, and the smallest number of rows only")
-    quick = parser.parse_args().quick
+    parser.add_argument("--quick", action="store_true", help="three samples, nothing written")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="numbers of tokens, 16 rows each")
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     gate_up, down = packed_weights()
-    found = []
-    for tokens in TOKENS[:1] if quick else TOKENS:
-        found += measure(tokens, gate_up, down, quick)
+    for tokens in arguments.tokens:
+        found = []
+        for line in measured(tokens, gate_up, down, arguments.quick):
+            found.append(line)
+            if not arguments.quick:
+                record(f"python hub_kernels/latent_moe/benchmarks/benchmark.py --tokens {tokens}", found)
         torch.cuda.empty_cache()
-    if not quick:
-        record("python hub_kernels/latent_moe/benchmarks/benchmark.py", found)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
     python hub_kernels/latent_moe/benchmarks/glu.py            # writes results/h200.json
     python hub_kernels/latent_moe/benchmarks/glu.py --quick    # few repeats, nothing written
+    python hub_kernels/latent_moe/benchmarks/glu.py --rows 8192    # this number of rows alone
+
+Every row of the record is written as soon as it is measured, under the command that measures its number of rows alone.
 
 Legend: T rows, F width.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ import latent_moe  # noqa: E402
 import measure  # noqa: E402
 from latent_moe.reference import activation_reference  # noqa: E402
 
-SHAPES = [(131072, 3072), (8192, 33792)]
+# Widths by numbers of rows.
+SHAPES = {131072: 3072, 8192: 33792}
 BETA, LINEAR_BETA = 4.0, 25.0
 
 Function = Callable[..., torch.Tensor]
@@ -55,8 +59,8 @@ def error_ratios(inputs: Sequence[torch.Tensor], dout: torch.Tensor) -> list[flo
     return ratios
 
 
-def rows_of(T: int, F: int, repeats: int) -> list[dict[str, Any]]:
-    """Rows of the forward pass and of forward and backward."""
+def rows_of(T: int, F: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of the record: of the forward pass and of forward and backward."""
     inputs = [torch.randn(T, F, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     dout = torch.randn_like(inputs[0])
     ratios = error_ratios(inputs, dout)
@@ -69,23 +73,25 @@ def rows_of(T: int, F: int, repeats: int) -> list[dict[str, Any]]:
         ("fwd", forward, 3 * dout.nbytes, ratios[0]),
         ("fwd+bwd", lambda function: with_gradients(function, inputs, dout), 8 * dout.nbytes, max(ratios)),
     ]
-    rows = []
     for name, run, least, ratio in passes:
         timed = {key: (lambda function=function, run=run: run(function)) for key, function in CANDIDATES.items()}
         times = measure.samples_ms(timed, repeats)
         peak = measure.peak_gib(timed["ours"])
-        rows.append(measure.row(f"SiTU {name}", f"{T} x {F}", times, measure.floor_ms(0, least), peak, ratio))
-    return rows
+        yield measure.row(f"SiTU {name}", f"{T} x {F}", times, measure.floor_ms(0, least), peak, ratio)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    quick = parser.parse_args().quick
+    parser.add_argument("--rows", type=int, nargs="+", default=list(SHAPES), choices=SHAPES)
+    arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows = [row for shape in SHAPES for row in rows_of(*shape, 3 if quick else 12)]
-    if not quick:
-        measure.record("python hub_kernels/latent_moe/benchmarks/glu.py", rows)
+    for T in arguments.rows:
+        found = []
+        for line in rows_of(T, SHAPES[T], 3 if arguments.quick else 12):
+            found.append(line)
+            if not arguments.quick:
+                measure.record(f"python hub_kernels/latent_moe/benchmarks/glu.py --rows {T}", found)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
     python hub_kernels/latent_moe/benchmarks/route.py            # writes results/h200.json
     python hub_kernels/latent_moe/benchmarks/route.py --quick    # few repeats, nothing written
+    python hub_kernels/latent_moe/benchmarks/route.py --parts 8192 balance    # these alone
+
+Every row is written as soon as it is measured, under the command that measures its part alone.
 
 A call takes less time on the device than its launches take on the host, which in a model runs ahead: what can be
 captured is timed as the replay of a CUDA graph. The definition sorts, as the model does, with a bincount that waits for
@@ -12,7 +15,7 @@ Legend: T tokens, E experts, S chosen experts per token.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +89,7 @@ def verified(logits: torch.Tensor, bias: torch.Tensor, d: torch.Tensor) -> float
     return worst
 
 
-def routing_rows(T: int, quick: bool) -> list[dict[str, Any]]:
+def routing_rows(T: int, quick: bool) -> Iterator[dict[str, Any]]:
     logits, bias = inputs(T)
     d = torch.randn(T, S, device="cuda")
     # The definition in float64 of all tokens at once would take several copies of the logits.
@@ -103,7 +106,7 @@ def routing_rows(T: int, quick: bool) -> list[dict[str, Any]]:
     logit_bytes, choice_bytes = 4 * T * E, CHOICE_BYTES * T * S
     floor = measure.floor_ms(0, logit_bytes + choice_bytes)
     peak = measure.peak_gib(lambda: route(logits, bias, S))
-    found = [measure.row("route fwd", shape, measure.samples_ms(forward, repeats), floor, peak, error)]
+    yield measure.row("route fwd", shape, measure.samples_ms(forward, repeats), floor, peak, error)
 
     both = {
         "ours": measure.captured(lambda: gradient(lambda x: route(x, bias, S).weights_TS, logits, d)),
@@ -111,11 +114,10 @@ def routing_rows(T: int, quick: bool) -> list[dict[str, Any]]:
     }
     # Ids, scores and the gradient of the weights read, that of the logits written.
     floor = measure.floor_ms(0, 2 * logit_bytes + choice_bytes + (8 + 4 + 4) * T * S)
-    found.append(measure.row("route fwd+bwd", shape, measure.samples_ms(both, repeats), floor, None, error))
-    return found
+    yield measure.row("route fwd+bwd", shape, measure.samples_ms(both, repeats), floor, None, error)
 
 
-def balance_rows(T: int, quick: bool) -> list[dict[str, Any]]:
+def balance_rows(T: int, quick: bool) -> Iterator[dict[str, Any]]:
     """The statistics of both kinds of balancing, on the logits that were routed."""
     logits, bias = inputs(T)
     low, width = bias.amin() - 1, (bias.amax() - bias.amin() + 2) / BINS
@@ -146,31 +148,29 @@ def balance_rows(T: int, quick: bool) -> list[dict[str, Any]]:
         "torch": observe,
     }
     floor = measure.floor_ms(0, logit_bytes + 2 * counts.nbytes)
-    found = [measure.row("bias counts", shape, measure.samples_ms(timed, repeats), floor, None, None)]
+    yield measure.row("bias counts", shape, measure.samples_ms(timed, repeats), floor, None, None)
     timed = {
         "ours": measure.captured(lambda: gradient(score_shares, logits, d)),
         "torch": lambda: gradient(score_shares_reference, logits, d),
     }
     floor = measure.floor_ms(0, 3 * logit_bytes)
-    found.append(measure.row("score shares fwd+bwd", shape, measure.samples_ms(timed, repeats), floor, None, ratio))
-    return found
-
-
-def rows(quick: bool) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    found = []
-    for T in (8192,) if quick else TOKENS:
-        found += routing_rows(T, quick)
-    return found + balance_rows(8192, quick)
+    yield measure.row("score shares fwd+bwd", shape, measure.samples_ms(timed, repeats), floor, None, ratio)
 
 
 def main() -> None:
+    parts = {str(T): lambda quick, T=T: routing_rows(T, quick) for T in TOKENS}
+    parts["balance"] = lambda quick: balance_rows(8192, quick)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    quick = parser.parse_args().quick
-    found = rows(quick)
-    if not quick:
-        measure.record("python hub_kernels/latent_moe/benchmarks/route.py", found)
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=parts, help="tokens to route, or balance")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    for part in arguments.parts:
+        found = []
+        for line in parts[part](arguments.quick):
+            found.append(line)
+            if not arguments.quick:
+                measure.record(f"python hub_kernels/latent_moe/benchmarks/route.py --parts {part}", found)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,15 @@ L, F = 3584, 3072
 RAGGED = (0, 1, 15, 16, 17, 127, 128, 129)
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=("hopper", "any"))
+def kernels(request, monkeypatch):
+    """The kernels of the device, and on Hopper also those of other devices."""
+    if not request.param:
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("has no others")
+        monkeypatch.setattr(mlp, "hopper", None)
+
+
 @pytest.mark.parametrize("rank", [0, 2, 64])
 @pytest.mark.parametrize("packed", [True, False])
 def test_released_widths(packed, rank):
@@ -34,9 +43,16 @@ def test_distributions(counts):
     check(Case(counts, 512, 256, torch.bfloat16, "cuda", rank=2))
 
 
-@pytest.mark.parametrize("width", [96, 160, 224])
-def test_widths_that_fill_no_tile(width):
-    check(Case((70, 0, 200), width, 96, torch.bfloat16, "cuda", rank=3))
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("L", "F"), [(96, 96), (160, 96), (224, 96), (64, 64), (192, 320)])
+def test_widths_that_fill_no_tile(L, F, packed):
+    check(Case((70, 0, 200), L, F, torch.bfloat16, "cuda", packed, rank=3))
+
+
+def test_every_part_of_a_tile():
+    """Rows around every multiple of 64, up to more than the largest tile."""
+    counts = [64 * n + d for n in range(5) for d in (0, 1, 63)]
+    check(Case(counts, 256, 192, torch.bfloat16, "cuda", rank=2))
 
 
 def test_equal_bits_from_run_to_run():

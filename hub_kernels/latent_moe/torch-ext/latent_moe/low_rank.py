@@ -16,23 +16,23 @@ from .products import add_product, find_tile, row_offsets
 @triton.jit(do_not_specialize=["R"])
 def low_rank_kernel(
     x, slots, offsets, factor, low, R, stride,
-    E: tl.constexpr, S: tl.constexpr, K: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, ORDERED: tl.constexpr,
+    E: tl.constexpr, S: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, ORDERED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """low fp32 [R, RANK] = factor x of every row; x has P columns, in contraction order if ORDERED."""
+    """low fp32 [R, RANK] = factor x of every row; x is in contraction order if ORDERED."""
     i_e, i_m, end, _ = find_tile(offsets, R, E, 1, BM, BE)
     if i_e == E:
         return
     o_m, o_r, o_k = i_m + tl.arange(0, BM), tl.arange(0, BR), tl.arange(0, BK)
     m_r = (o_r < RANK)[:, None]
-    p_x = row_offsets(x, slots, i_m, end, S, P, BM) + o_k[None, :]
+    p_x = row_offsets(x, slots, i_m, end, S, K, BM) + o_k[None, :]
     o_f = o_k
     if ORDERED:
-        o_f = o_k // 64 * 64 + o_k // 2 % 4 * 16 + o_k // 32 % 2 * 8 + o_k % 2 * 4 + o_k // 8 % 4
+        o_f = o_k // 32 * 32 + o_k // 2 % 4 * 8 + o_k % 2 * 4 + o_k // 8 % 4
     p_f = factor + i_e.to(tl.int64) * stride + o_r[:, None] * K + o_f[None, :]
     acc = tl.zeros([BM, BR], tl.float32)
-    for i_k in range(0, P, BK):
-        b_x = tl.load(p_x + i_k, mask=(i_k + o_k < P)[None, :], other=0.0).to(tl.float32)
+    for i_k in range(0, K, BK):
+        b_x = tl.load(p_x + i_k, mask=(i_k + o_k < K)[None, :], other=0.0).to(tl.float32)
         b_f = tl.load(p_f + i_k, mask=m_r & (i_k + o_f < K)[None, :], other=0.0).to(tl.float32)
         acc = add_product(acc, b_x, tl.trans(b_f), PRECISION)
     p_l = low + o_m.to(tl.int64)[:, None] * RANK + o_r[None, :]
@@ -92,12 +92,12 @@ def low_rank(
     ordered: bool = False,
 ) -> torch.Tensor:
     """fp32 [R, r]: the factor of its expert times every row of x, or, with `slot_R`, times the token of its slot."""
-    (E, RANK, K), P = factor_ErK.shape, x.shape[1]
+    E, RANK, K = factor_ErK.shape
     low_Rr = x.new_empty(rows, RANK, dtype=torch.float32)
     exact = x.dtype == torch.float32
     BM, BK = (32, 64) if exact else (64, 128)
     low_rank_kernel[(triton.cdiv(rows, BM) + E,)](
-        x, slot_R, offset, factor_ErK, low_Rr, rows, factor_ErK.stride(0), E, slots, K, P, RANK, ordered,
+        x, slot_R, offset, factor_ErK, low_Rr, rows, factor_ErK.stride(0), E, slots, K, RANK, ordered,
         precision(x.dtype), BM, BK, triton.next_power_of_2(E), rank_tile(RANK), num_warps=4, num_stages=1,
     )  # fmt: skip
     return low_Rr

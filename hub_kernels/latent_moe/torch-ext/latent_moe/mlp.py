@@ -3,9 +3,9 @@
 Shapes: T tokens, S slots per token, R rows sorted by expert, E experts, L latent width, F hidden width, N and K rows
 and columns of a matrix, r adapter rank.
 
-Packed weights are decoded where they are multiplied. Where experts have many rows each, decoding the same weights again
-for every tile of rows may cost more than decoding them once into memory: then a workspace takes as many experts at a
-time as it has room for.
+Packed weights are decoded where they are multiplied. Elsewhere than on Hopper, where experts have many rows each,
+decoding the same weights again for every tile of rows may cost more than decoding them once into memory: then a
+workspace takes as many experts at a time as it has room for.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,14 @@ import triton
 from .activation import activation_backward_kernel, activation_code, fast
 from .expert_kernels import backward_kernel, forward_kernel, gate_up_kernel
 from .low_rank import factor_gradient, low_rank, precision, rank_tile
-from .mxfp4 import decode, in_contraction_order, packed_arithmetic, padded
+from .mxfp4 import decode, in_contraction_order, packed_arithmetic
 from .token_kernels import sum_slots, weight_gradient
+
+try:
+    from . import hopper
+except ImportError:
+    # A Triton without Gluon, or with another one.
+    hopper = None
 
 # Rows per expert, on average, from which packed weights are decoded into the workspace first: between measured sizes.
 WORKSPACE_ROWS = 600
@@ -83,21 +89,31 @@ class Plan(NamedTuple):
         return {"beta": self.beta, "linear_beta": linear_beta, "ACTIVATION": code}
 
 
-def decodes_inside(matrices: Matrices, rows: int) -> bool:
+def on_hopper(x: torch.Tensor, matrices: Matrices, rows: int) -> bool:
+    """Whether products run in the kernels written for Hopper: bf16, widths in multiples of 64."""
+    if hopper is None or x.dtype != torch.bfloat16 or rows == 0 or triton.knobs.runtime.interpret:
+        return False
+    _, N, K = matrices.shape
+    return N % 64 == K % 64 == 0 and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def decodes_inside(x: torch.Tensor, matrices: Matrices, rows: int) -> bool:
     """Whether the products decode packed weights, and so expect rows in contraction order."""
-    return matrices.scale is not None and rows < WORKSPACE_ROWS * len(matrices.weight)
+    if matrices.scale is None:
+        return False
+    return on_hopper(x, matrices, rows) or rows < WORKSPACE_ROWS * len(matrices.weight)
 
 
 def _parts(
-    matrices: Matrices, offset: torch.Tensor, rows: int, dtype: torch.dtype
+    x: torch.Tensor, matrices: Matrices, offset: torch.Tensor, rows: int
 ) -> Iterator[tuple[Matrices, torch.Tensor]]:
     """The experts that are multiplied in one launch, and their offsets."""
-    if matrices.scale is None or decodes_inside(matrices, rows):
+    if matrices.scale is None or decodes_inside(x, matrices, rows):
         yield matrices, offset
         return
     E, N, K = matrices.shape
-    size = min(E, max(1, WORKSPACE_BYTES // (N * K * dtype.itemsize)))
-    workspace = torch.empty(size, N, K, dtype=dtype, device=offset.device)
+    size = min(E, max(1, WORKSPACE_BYTES // (N * K * x.dtype.itemsize)))
+    workspace = x.new_empty(size, N, K)
     for first in range(0, E, size):
         part = matrices.experts(slice(first, first + size))
         decoded = workspace[: len(part.weight)]
@@ -145,17 +161,25 @@ def _words(weight: torch.Tensor, packed: bool, dtype: torch.dtype) -> torch.Tens
 def _gate_up(
     x_TL: torch.Tensor, low_Rr: torch.Tensor | None, gate_up: Matrices, plan: Plan, keep: bool, ordered: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """h [R, F], or in contraction order and padded, and gates and ups [R, 2F] if kept."""
+    """h [R, F], or in contraction order, and gates and ups [R, 2F] if kept."""
     (_, N, L), R, F = gate_up.shape, plan.rows, gate_up.shape[1] // 2
-    x = in_contraction_order(x_TL) if decodes_inside(gate_up, R) else x_TL
-    h = x_TL.new_empty(R, padded(F) if ordered else F)
+    inside = decodes_inside(x_TL, gate_up, R)
+    h = x_TL.new_empty(R, F)
     gu_RF = x_TL.new_empty(R, N) if keep else None
-    for part, offset in _parts(gate_up, plan.offset, R, x_TL.dtype):
+    if on_hopper(x_TL, gate_up, R):
+        x_RL = hopper.gathered(x_TL, plan.slot_R, plan.offset, plan.slots, inside)
+        adapter = _adapter(low_Rr, gate_up.b, gate_up.scaling)
+        hopper.product(
+            x_RL, gate_up.weight, gate_up.scale, plan.offset, True, gu_RF, h, ordered, **adapter, **plan.act()
+        )
+        return h, gu_RF
+    x = in_contraction_order(x_TL) if inside else x_TL
+    for part, offset in _parts(x_TL, gate_up, plan.offset, R):
         packed = part.scale is not None
         grid, options = _options("gate_up", part, N, R, x_TL.dtype, low_Rr)
         gate_up_kernel[grid](
             x, plan.slot_R, offset, _words(part.weight, packed, torch.int32), part.scale,
-            gate_up=gu_RF, h=h, R=R, S=plan.slots, L=L, LP=x.shape[1], F=F, FP=h.shape[1], FAST=fast(x_TL.dtype),
+            gate_up=gu_RF, h=h, R=R, S=plan.slots, L=L, F=F, FAST=fast(x_TL.dtype),
             ORDERED=ordered, **_adapter(low_Rr, part.b, part.scaling), **plan.act(), **options,
         )  # fmt: skip
     return h, gu_RF
@@ -164,11 +188,15 @@ def _gate_up(
 def _forward(x: torch.Tensor, low_Rr: torch.Tensor | None, matrices: Matrices, plan: Plan) -> torch.Tensor:
     (_, N, K), R = matrices.shape, plan.rows
     y_RN = x.new_empty(R, N)
-    for part, offset in _parts(matrices, plan.offset, R, x.dtype):
+    if on_hopper(x, matrices, R):
+        adapter = _adapter(low_Rr, matrices.b, matrices.scaling)
+        hopper.product(x, matrices.weight, matrices.scale, plan.offset, True, y_RN, **adapter)
+        return y_RN
+    for part, offset in _parts(x, matrices, plan.offset, R):
         packed = part.scale is not None
         grid, options = _options("forward", part, N, R, x.dtype, low_Rr)
         forward_kernel[grid](
-            x, offset, _words(part.weight, packed, torch.int32), part.scale, y=y_RN, R=R, N=N, K=K, P=x.shape[1],
+            x, offset, _words(part.weight, packed, torch.int32), part.scale, y=y_RN, R=R, N=N, K=K,
             **_adapter(low_Rr, part.b, part.scaling), **options,
         )  # fmt: skip
     return y_RN
@@ -179,7 +207,12 @@ def _backward(
 ) -> torch.Tensor:
     (_, N, K), R = matrices.shape, plan.rows
     dx_RK = dy.new_empty(R, K)
-    for part, offset in _parts(matrices, plan.offset, R, dy.dtype):
+    if on_hopper(dy, matrices, R):
+        dy_RN = dy if slot_R is None else hopper.gathered(dy, slot_R, plan.offset, plan.slots, False)
+        adapter = _adapter(low_Rr, matrices.a, matrices.scaling)
+        hopper.product(dy_RN, matrices.weight, matrices.scale, plan.offset, False, dx_RK, **adapter)
+        return dx_RK
+    for part, offset in _parts(dy, matrices, plan.offset, R):
         packed = part.scale is not None
         grid, options = _options("backward", part, K, R, dy.dtype, low_Rr)
         backward_kernel[grid](
@@ -205,7 +238,7 @@ def forward(
     low_1 = low_2 = None
     if gate_up.a is not None:
         low_1 = low_rank(x_TL, plan.slot_R, plan.offset, gate_up.a, plan.slots, R)
-    ordered = decodes_inside(down, R)
+    ordered = decodes_inside(x_TL, down, R)
     h, gu_RF = _gate_up(x_TL, low_1, gate_up, plan, keep, ordered)
     if down.a is not None:
         low_2 = low_rank(h, None, plan.offset, down.a, 1, R, ordered)

@@ -10,12 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns that share a scale.
+# Columns that share a scale, inside which the products over packed weights reorder the contraction.
 GROUP = tl.constexpr(32)
-# Columns inside which the products over packed weights reorder the contraction: see `contraction_order`.
-SPAN = tl.constexpr(64)
 
-# A word is eight nibbles, n0 lowest, and a factor twice. Results: n0 n4, n1 n5, n2 n6, n3 n7 as pairs of bf16.
+# A word is eight nibbles, n0 lowest. Results: n0 n4, n1 n5, n2 n6, n3 n7 as pairs of bf16 without their scales.
 _PAIRS_OF_BF16 = tl.constexpr("""{
 .reg .b32 a, b, m;
 mov.b32 m, 0x7E807E80;
@@ -24,28 +22,24 @@ shl.b32 b, $4, 6;
 and.b32 a, a, 0x80008000;
 and.b32 b, b, 0x01C001C0;
 or.b32 a, a, b;
-mul.rn.bf16x2 a, a, m;
-mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $0, a, m;
 shl.b32 a, $4, 8;
 shl.b32 b, $4, 2;
 and.b32 a, a, 0x80008000;
 and.b32 b, b, 0x01C001C0;
 or.b32 a, a, b;
-mul.rn.bf16x2 a, a, m;
-mul.rn.bf16x2 $1, a, $5;
+mul.rn.bf16x2 $1, a, m;
 shl.b32 a, $4, 4;
 shr.u32 b, $4, 2;
 and.b32 a, a, 0x80008000;
 and.b32 b, b, 0x01C001C0;
 or.b32 a, a, b;
-mul.rn.bf16x2 a, a, m;
-mul.rn.bf16x2 $2, a, $5;
+mul.rn.bf16x2 $2, a, m;
 shr.u32 b, $4, 6;
 and.b32 a, $4, 0x80008000;
 and.b32 b, b, 0x01C001C0;
 or.b32 a, a, b;
-mul.rn.bf16x2 a, a, m;
-mul.rn.bf16x2 $3, a, $5;
+mul.rn.bf16x2 $3, a, m;
 }""")
 
 # Zero times infinity makes 255 NaN; the maximum makes 0 a subnormal.
@@ -57,14 +51,6 @@ shl.b32 f, $1, 7;
 fma.rn.bf16x2 f, f, z, f;
 max.NaN.bf16x2 $0, f, m;
 }""")
-
-
-@triton.jit
-def _pair(v):
-    """Both halves of 32-bit words as bf16, the lower one first, in a new last axis."""
-    low = (v & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    high = (v >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return tl.join(low, high)
 
 
 @triton.jit
@@ -93,21 +79,48 @@ def _two(b_w, i: tl.constexpr, low, high):
 
 
 @triton.jit
+def pairs(b_w, PURE: tl.constexpr):
+    """Nibbles n0 n4, n1 n5, n2 n6, n3 n7 of uint32 words, each as two bf16 in a word, without their scales.
+
+    Not PURE: here, in the order of the program.
+    """
+    return tl.inline_asm_elementwise(
+        _PAIRS_OF_BF16,
+        "=r,=r,=r,=r,r",
+        [b_w],
+        dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+        is_pure=PURE,
+        pack=1,
+    )
+
+
+@triton.jit
+def scaled(b_p, b_f, PURE: tl.constexpr):
+    """Pairs times `factors`. Not PURE: here, in the order of the program."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [b_p, b_f], dtype=tl.uint32, is_pure=PURE, pack=1
+    )
+
+
+@triton.jit
+def two_values(v):
+    """Both halves of 32-bit words as bf16, the lower one first, in a new last axis."""
+    low = (v & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    high = (v >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
 def decode_words(b_w, b_f, dtype: tl.constexpr, PTX: tl.constexpr):
     """uint32 words [...] and the `factors` of their low and high four nibbles -> [..., 2, 2, 2] in `dtype`.
 
     Index [c, i0, i1] is nibble i0 + 2 i1 + 4 c. PTX: bf16 by packed arithmetic.
     """
     if PTX:
-        b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
-            _PAIRS_OF_BF16,
-            "=r,=r,=r,=r,r,r",
-            [b_w, b_f],
-            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
-            is_pure=True,
-            pack=1,
-        )
-        return tl.join(tl.join(_pair(b_0), _pair(b_1)), tl.join(_pair(b_2), _pair(b_3)))
+        b_0, b_1, b_2, b_3 = pairs(b_w, True)
+        b_0, b_1 = two_values(scaled(b_0, b_f, True)), two_values(scaled(b_1, b_f, True))
+        b_2, b_3 = two_values(scaled(b_2, b_f, True)), two_values(scaled(b_3, b_f, True))
+        return tl.join(tl.join(b_0, b_1), tl.join(b_2, b_3))
     else:
         low = (b_f << 16).to(tl.float32, bitcast=True)
         high = (b_f & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -120,20 +133,21 @@ def decode_words(b_w, b_f, dtype: tl.constexpr, PTX: tl.constexpr):
 def contraction_order(b_x, BM: tl.constexpr, BK: tl.constexpr):
     """[BM, BK]: columns in the order in which a product takes the nibbles of packed weights.
 
-    A lane of the tensor cores then finds its weights of 64 columns in two neighbouring words: column 16 j + 8 u + 4 c +
-    i comes to place 32 u + 8 i + 2 j + c.
+    A lane of the tensor cores then finds its weights of 32 columns in one word: column 8 j + 4 c + i comes to place
+    8 i + 2 j + c.
     """
-    b_x = tl.reshape(b_x, [BM, BK // 64, 4, 2, 2, 4])
-    return tl.reshape(tl.permute(b_x, (0, 1, 3, 5, 2, 4)), [BM, BK])
+    b_x = tl.reshape(b_x, [BM, BK // 32, 4, 2, 4])
+    return tl.reshape(tl.permute(b_x, (0, 1, 4, 2, 3)), [BM, BK])
 
 
 @triton.jit
-def order_kernel(x, y, R, K: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Rows [R, K] -> [R, P], in the order of `contraction_order`; zeros from K to P."""
+def order_kernel(x, y, R, K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Rows [R, K] in the order of `contraction_order`."""
     o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
-    b_x = tl.load(x + o_m * K + o_k, mask=(o_m < R) & (o_k < K), other=0.0)
-    tl.store(y + o_m * P + o_k, contraction_order(b_x, BM, BK), mask=(o_m < R) & (o_k < P))
+    m_x = (o_m < R) & (o_k < K)
+    b_x = tl.load(x + o_m * K + o_k, mask=m_x, other=0.0)
+    tl.store(y + o_m * K + o_k, contraction_order(b_x, BM, BK), mask=m_x)
 
 
 @triton.jit
@@ -153,17 +167,12 @@ def packed_arithmetic(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and not triton.knobs.runtime.interpret
 
 
-def padded(width: int) -> int:
-    """Columns of rows in contraction order: whole spans."""
-    return triton.cdiv(width, SPAN.value) * SPAN.value
-
-
 def in_contraction_order(x_RK: torch.Tensor) -> torch.Tensor:
-    """[R, K] -> [R, P]: what `forward_product` takes as rows where weights are packed."""
+    """What `forward_product` takes as rows where weights are packed, K a multiple of 32."""
     (R, K), BM, BK = x_RK.shape, 16, 128
-    y_RP = x_RK.new_empty(R, padded(K))
-    order_kernel[(triton.cdiv(R, BM), triton.cdiv(y_RP.shape[1], BK))](x_RK, y_RP, R, K, y_RP.shape[1], BM, BK)
-    return y_RP
+    y_RK = torch.empty_like(x_RK)
+    order_kernel[(triton.cdiv(R, BM), triton.cdiv(K, BK))](x_RK, y_RK, R, K, BM, BK)
+    return y_RK
 
 
 def decode(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:

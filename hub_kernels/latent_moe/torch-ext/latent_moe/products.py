@@ -7,8 +7,8 @@ registers, so that packed weights are decoded there and never written back to sh
 Packed weights fix the order in which their decoded values lie in registers. Over columns, that is an order of the
 contraction, which the rows share (mxfp4.contraction_order); over rows, it is an order of the outputs (output_order).
 
-Sizes: R rows of all experts, E experts, N rows and K columns of a matrix, P = K up to a multiple of 64. Tiles: BM rows
-of one expert, BN outputs, BK of the contraction.
+Sizes: R rows of all experts, E experts, N rows and K columns of a matrix. Tiles: BM rows of one expert, BN outputs, BK
+of the contraction.
 """
 
 import triton
@@ -45,7 +45,7 @@ def find_tile(offsets, R, E: tl.constexpr, NB: tl.constexpr, BM: tl.constexpr, B
 
 
 @triton.jit
-def row_offsets(rows, slots, i_m, end, S: tl.constexpr, P: tl.constexpr, BM: tl.constexpr):
+def row_offsets(rows, slots, i_m, end, S: tl.constexpr, K: tl.constexpr, BM: tl.constexpr):
     """Where the rows of a tile start: row r, or with slots (S of them per token) the token of its slot.
 
     Rows behind the end are the last one once more; they are computed and not stored.
@@ -53,7 +53,7 @@ def row_offsets(rows, slots, i_m, end, S: tl.constexpr, P: tl.constexpr, BM: tl.
     o_m = tl.minimum(i_m + tl.arange(0, BM), end - 1)
     if slots is not None:
         o_m = tl.load(slots + o_m) // S
-    return rows + o_m.to(tl.int64)[:, None] * P
+    return rows + o_m.to(tl.int64)[:, None] * K
 
 
 @triton.jit
@@ -83,11 +83,11 @@ def add_product(acc, b_l, b_r, PRECISION: tl.constexpr):
 
 @triton.jit
 def forward_product(
-    p_x, weight, scale, i_e, o_n, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    p_x, weight, scale, i_e, o_n, N: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BN, BM]: rows o_n of the expert's matrix times rows p_x, which have P columns if PACKED, else K."""
+    """fp32 [BN, BM]: rows o_n of the expert's matrix times rows p_x."""
     dtype: tl.constexpr = p_x.dtype.element_ty
     acc = tl.zeros([BN, BM], tl.float32)
     o_k = tl.arange(0, BK)
@@ -100,21 +100,20 @@ def forward_product(
         p_w = weight + row * (K // 8) + o_g * 4 + o_w
         # Once per word, so that it can be copied asynchronously if BK is 128.
         p_s = scale + row * (K // 32) + o_g + 0 * o_w
-        for i_k in range(tl.cdiv(P, BK)):
+        for i_k in range(tl.cdiv(K, BK)):
             if K % BK == 0:
                 b_x = tl.load(p_x + i_k * BK)
                 b_w = tl.load(p_w + i_k * (BK // 8))
                 b_s = tl.load(p_s + i_k * (BK // 32))
             else:
                 m_g = i_k * (BK // 32) + o_g < K // 32
-                b_x = tl.load(p_x + i_k * BK, mask=(i_k * BK + o_k < P)[None, :], other=0.0)
+                b_x = tl.load(p_x + i_k * BK, mask=(i_k * BK + o_k < K)[None, :], other=0.0)
                 b_w = tl.load(p_w + i_k * (BK // 8), mask=m_g, other=0)
                 b_s = tl.load(p_s + i_k * (BK // 32), mask=m_g, other=0)
             b_w = after_products(b_w.to(tl.uint32, bitcast=True), PTX)
             b_v = decode_words(b_w, factors(b_s, b_s, PTX), dtype, PTX)
-            # A word is [j, u] of its span, its nibbles are [c, i0, i1].
-            b_v = tl.reshape(b_v, [BN, BK // 64, 4, 2, 2, 2, 2])
-            b_v = tl.reshape(tl.permute(b_v, (0, 1, 3, 6, 5, 2, 4)), [BN, BK])
+            # A word is [j] of its group, its nibbles are [c, i0, i1].
+            b_v = tl.reshape(tl.permute(b_v, (0, 1, 5, 4, 2, 3)), [BN, BK])
             acc = add_product(acc, b_v, tl.trans(b_x), PRECISION)
     else:
         p_w = weight + (o_n[:, None].to(tl.int64) + i_e.to(tl.int64) * N) * K + o_k[None, :]
