@@ -12,6 +12,7 @@ Legend: B batch, T tokens, S keys, D model width, Q query latent, I index heads,
         documents.py and sparse.py.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,15 @@ from .cache import LayerCache
 from .configuration_latentmoe import LatentMoETextConfig
 from .documents import Documents
 from .layers import WideProduct
-from .ops import dense_indexer_loss, head_probabilities, index_topk, indexer_loss
+from .ops import (
+    Heads,
+    dense_indexer_loss,
+    fused_dense_indexer_loss,
+    fused_indexer_loss,
+    head_probabilities,
+    index_topk,
+    indexer_loss,
+)
 from .sparse import Student, Teacher, keys_of_pools, pool_keys, with_tail
 
 INDEX_NORM_EPS = 1e-6
@@ -130,18 +139,27 @@ def divergence(
     value_width: int,
     documents: Documents,
     config: LatentMoETextConfig,
+    heads: Callable[[], Heads],
 ) -> torch.Tensor:
     """KL(attention || indexer) of a layer, summed over the real tokens: over the chosen keys where there is a choice,
-    whose log-sum-exp is lse_MN, and over all visible ones else. The teacher is detached."""
+    whose log-sum-exp is lse_MN, and over all visible ones else. The teacher is detached; heads: makes
+    its queries, keys and values as they were before they were absorbed."""
     teacher = Teacher(*(x.detach() if isinstance(x, torch.Tensor) else x for x in teacher))
     pools = documents.pools(config.index_kpool) if config.index_kpool > 1 else None
+    ranges, relu, kernels = documents.key_ranges, config.index_relu, config.kernels
     if choice.index_Mk is None:
-        return dense_indexer_loss(teacher, choice.student, *documents.key_ranges, pools, config.index_relu).sum()
+        fused = fused_dense_indexer_loss(teacher, heads, choice.student, ranges, pools, relu, kernels)
+        return dense_indexer_loss(teacher, choice.student, *ranges, pools, relu).sum() if fused is None else fused
+    if pools is None:
+        listed = choice.index_Mk, lse_MN, value_width
+        if (fused := fused_indexer_loss(teacher, choice.student, *listed, relu, ranges, kernels)) is not None:
+            return fused
     listed_Mk = choice.candidates_Mk if pools is None else keys_of_pools(choice.candidates_Mk, pools)
-    target_Mk = head_probabilities(*teacher[:2], listed_Mk, lse_MN, teacher.scale, value_width, config.kernels)
+    target_Mk = head_probabilities(*teacher[:2], listed_Mk, lse_MN, teacher.scale, value_width, kernels)
     # The keys of a pool together; the tail is not chosen.
     target_Mk = target_Mk.unflatten(1, (choice.candidates_Mk.shape[1], -1)).sum(-1)
-    loss_M = indexer_loss(*choice.student, choice.candidates_Mk, target_Mk, config.index_relu, config.kernels)
+    ranges = ranges if pools is None else None
+    loss_M = indexer_loss(*choice.student, choice.candidates_Mk, target_Mk, relu, kernels, ranges)
     return loss_M.sum()
 
 

@@ -6,6 +6,8 @@
     "hub"    the pinned revision (or the folder in LOCAL_KERNELS), downloaded if need be. What cannot run as a kernel
              is a ValueError.
 
+On Ascend "auto" takes operators of torch-npu instead (npu.py).
+
 LOCAL_KERNELS, a variable of the `kernels` library, lists folders written by scripts/pack_kernels.py as
 "org/repo=folder:org/repo=folder". This file may be imported twice in a process: what it loads is kept in sys.modules
 under names of its own, so both copies get the same kernels.

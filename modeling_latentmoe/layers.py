@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .configuration_latentmoe import LatentMoETextConfig
-from .ops import glu
+from .ops import glu, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # In fp32 inside; torch's own weight would multiply before the rounding.
-        return self.weight * nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps)
+        return self.weight * rms_norm(x, self.eps)
 
 
 class MLP(nn.Module):

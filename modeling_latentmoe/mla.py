@@ -10,6 +10,8 @@ Legend: B batch, T tokens, S keys, D model width, Q query latent, N heads, H hea
         key; M real tokens of all documents in order.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ from .configuration_latentmoe import LatentMoETextConfig
 from .documents import Documents
 from .indexer import Choice, LightningIndexer, divergence
 from .layers import Float32Parameters, RMSNorm
-from .ops import attention, causal_attention, sparse_attention
+from .ops import Heads, attention, causal_attention, sparse_attention
 from .sparse import Teacher
 
 # The released model builds these two norms without passing rms_norm_eps, so their class default holds.
@@ -122,13 +124,16 @@ class GatedLatentAttention(Float32Parameters):
             if split:
                 short_M = torch.repeat_interleave(documents.length_D <= self.config.index_topk, documents.length_D)
                 index_Mk = index_Mk.masked_fill(short_M.unsqueeze(1), -1)
-            out_MNL, lse_MN = sparse_attention(q_MNL, kv_SL, index_Mk, scale, self.latent_dim, sink_N, kernels)
+            # The lists of a pooled indexer are not the best keys of a range.
+            ranges = documents.key_ranges if self.config.index_kpool == 1 else None
+            out_MNL, lse_MN = sparse_attention(q_MNL, kv_SL, index_Mk, scale, self.latent_dim, sink_N, kernels, ranges)
             out = documents.unpack(torch.einsum("mnl,lnv->mnv", out_MNL, value_LNV).flatten(1))
             if split:
                 dense = self._dense(q_BTNH, latent_BSL, documents, short)
                 out = torch.where(documents.unpack(short_M).unsqueeze(-1), dense, out)
         if choice.student is not None:
-            loss = divergence(choice, teacher, lse_MN, self.latent_dim, documents, self.config)
+            heads = partial(self._heads, q_BTNH, latent_BSL, documents)
+            loss = divergence(choice, teacher, lse_MN, self.latent_dim, documents, self.config, heads)
             choice = choice._replace(losses=(*choice.losses, loss))
         return out, choice
 
@@ -144,10 +149,17 @@ class GatedLatentAttention(Float32Parameters):
         qkv = q_BTNH.transpose(1, 2), k_BNSH, v_BNSH
         fused, sink_N = self.config._attn_implementation == "sdpa", self.learnable_sink_param
         if documents.past_ids_BP is None:
-            out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen)
+            kernels = self.config.kernels
+            out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen, kernels)
         else:
             out_BNTH = attention(*qkv, documents.attention_mask_BTS, self.scale, fused, sink_N)
         return out_BNTH.transpose(1, 2).flatten(2)
+
+    @torch.no_grad()
+    def _heads(self, q_BTNH: torch.Tensor, latent_BSL: torch.Tensor, documents: Documents) -> Heads:
+        """Dense attention over the packed tokens, as a teacher."""
+        expanded = (documents.pack_keys(x.transpose(1, 2)) for x in self._expand(latent_BSL))
+        return Heads(documents.pack(q_BTNH), *expanded)
 
     def _expand(self, latent_BSL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents -> keys [B, N, S, H] (own part and the part all heads share) and values [B, N, S, H]."""

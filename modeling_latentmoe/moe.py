@@ -46,6 +46,7 @@ class Router(Float32Parameters):
             scaling_factor=self.config.routed_scaling_factor,
             groups=self.config.num_expert_group,
             top_groups=self.config.topk_group,
+            kernels=self.config.kernels,
         )
         return logits_TE, ids_TS, weights_TS
 

@@ -14,7 +14,7 @@ Legend: B batch, T tokens, S keys, D model width (of states and tails: documents
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,6 +26,20 @@ from torch.utils.checkpoint import checkpoint
 from .documents import Documents
 from .kernel_loading import DTYPES, kernel_for
 from .mxfp4 import decode
+from .npu import causal_attention as causal_attention_npu
+from .npu import cross_entropy as cross_entropy_npu
+from .npu import delta_chunk as delta_chunk_npu
+from .npu import delta_step as delta_step_npu
+from .npu import on_npu
+from .npu import rms_norm as rms_norm_npu
+from .npu import route as route_npu
+from .npu_experts import expert_mlp as expert_mlp_npu
+from .npu_sparse import Heads, Ranges, several_parts
+from .npu_sparse import dense_indexer_loss as dense_indexer_loss_npu
+from .npu_sparse import fused_indexer_loss as fused_indexer_loss_npu
+from .npu_sparse import index_topk as index_topk_npu
+from .npu_sparse import indexer_loss as indexer_loss_npu
+from .npu_sparse import sparse_attention as sparse_attention_npu
 from .sparse import Pools, Student, Teacher
 from .sparse import dense_indexer_loss as dense_indexer_loss_torch
 from .sparse import head_probabilities as head_probabilities_torch
@@ -173,6 +187,12 @@ def add_low_rank(
     return AddLowRank.apply(*rows, a_rI, b_Or, scaling).view(y.shape)
 
 
+def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis, in fp32 inside and rounded to x.dtype."""
+    found = rms_norm_npu(x, eps)
+    return F.rms_norm(x, x.shape[-1:], eps=eps) if found is None else found
+
+
 def _row_problem(x: torch.Tensor) -> str | None:
     return None if x.shape[-1] <= ROW_KERNEL_WIDTH else f"rows are {x.shape[-1]} wide, over {ROW_KERNEL_WIDTH}"
 
@@ -279,8 +299,10 @@ def kda_step(
     token = q_BHK, k_BHK, v_BHV, z_BHK, beta_BH
     if kernel := kernel_for("kda", kernels, *token, problem=_kda_problem(k_BHK, v_BHV)):
         return kernel.step_kda(*token, A_log_H, dt_bias_HK, state_BHKV, lower_bound)
-    g_BHK = kda_gate(z_BHK, A_log_H, dt_bias_HK, lower_bound)
-    return delta_step(q_BHK, k_BHK, v_BHV, g_BHK, torch.sigmoid(_wide(beta_BH)), state_BHKV)
+    parts = q_BHK, k_BHK, v_BHV, kda_gate(z_BHK, A_log_H, dt_bias_HK, lower_bound), torch.sigmoid(_wide(beta_BH))
+    if (found := delta_step_npu(*parts, state_BHKV, kernels)) is not None:
+        return found
+    return delta_step(*parts, state_BHKV)
 
 
 @full_precision
@@ -311,8 +333,10 @@ def kda_chunk(
             output_final_state=keep_state,
         )
         return o_1MHV.squeeze(0), state_DHKV
-    g_MHK = kda_gate(z_MHK, A_log_H, dt_bias_HK, lower_bound)
-    o_MHV, state_DHKV = delta_chunk(q_MHK, k_MHK, v_MHV, g_MHK, torch.sigmoid(_wide(beta_MH)), documents, state_DHKV)
+    parts = q_MHK, k_MHK, v_MHV, kda_gate(z_MHK, A_log_H, dt_bias_HK, lower_bound), torch.sigmoid(_wide(beta_MH))
+    if (found := delta_chunk_npu(*parts, lower_bound, documents, state_DHKV, keep_state, kernels)) is not None:
+        return found
+    o_MHV, state_DHKV = delta_chunk(*parts, documents, state_DHKV)
     return o_MHV, state_DHKV if keep_state else None
 
 
@@ -425,6 +449,8 @@ def index_topk(
     """The k best keys of every query by the scores of the indexer (sparse.py): int32 [T, k]."""
     if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=_index_problem(q_TIK, k, relu)):
         return kernel.index_topk(q_TIK, k_SK, weight_TI, first_T, end_T, k)
+    if (found := index_topk_npu(q_TIK, k_SK, weight_TI, first_T, end_T, k, relu, kernels)) is not None:
+        return found
     return index_topk_torch(q_TIK, k_SK, weight_TI, first_T, end_T, k, relu)
 
 
@@ -437,11 +463,18 @@ def sparse_attention(
     value_width: int,
     sink_N: torch.Tensor | None = None,
     kernels: str = "torch",
+    ranges: Ranges | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the listed keys (sparse.py): output [T, N, V] and fp32 log-sum-exp [T, N]."""
+    """Attention to the listed keys (sparse.py): output [T, N, V] and fp32 log-sum-exp [T, N].
+
+    ranges: the keys that each query sees, first_T and end_T, where the lists are of single keys among them.
+    """
     problem = _sparse_problem(q_TNL, value_width)
     if kernel := kernel_for("sparse_attention", kernels, q_TNL, kv_SL, problem=problem):
         return kernel.sparse_attention(q_TNL, kv_SL, index_Tk, scale, value_width=value_width, sink_N=sink_N)
+    found = sparse_attention_npu(q_TNL, kv_SL, index_Tk, scale, value_width, sink_N, ranges, kernels)
+    if found is not None:
+        return found
     return sparse_attention_torch(q_TNL, kv_SL, index_Tk, scale, value_width, sink_N)
 
 
@@ -472,14 +505,41 @@ def indexer_loss(
     target_Tk: torch.Tensor,
     relu: bool = True,
     kernels: str = "torch",
+    ranges: Ranges | None = None,
 ) -> torch.Tensor:
-    """Divergence of the indexer's choice among the listed keys from the target (sparse.py): fp32 [T]."""
+    """Divergence of the indexer's choice among the listed keys from the target (sparse.py): fp32 [T]. ranges: as in
+    `sparse_attention`."""
     problem = _index_problem(q_TIK, index_Tk.shape[1], relu)
     if q_TIK.dtype == torch.float16:
         problem = "gradients of the indexer's scores leave the range of torch.float16"
     if kernel := kernel_for("sparse_attention", kernels, q_TIK, k_SK, problem=problem):
         return kernel.indexer_loss(q_TIK, k_SK, weight_TI, index_Tk, target_Tk)
+    found = indexer_loss_npu(q_TIK, k_SK, weight_TI, index_Tk, target_Tk, relu, ranges, kernels)
+    if found is not None:
+        return found
     return indexer_loss_torch(q_TIK, k_SK, weight_TI, index_Tk, target_Tk, relu)
+
+
+@full_precision
+def fused_indexer_loss(
+    teacher: Teacher,
+    student: Student,
+    index_Tk: torch.Tensor,
+    lse_TN: torch.Tensor,
+    value_width: int,
+    relu: bool,
+    ranges: Ranges,
+    kernels: str,
+) -> torch.Tensor | None:
+    """`indexer_loss` against `head_probabilities` in one, summed over queries; None where there is no operator for it.
+    It exists on Ascend."""
+    fused = fused_indexer_loss_npu(teacher, student, index_Tk, lse_TN, value_width, relu, ranges, kernels)
+    if fused is None or not several_parts(teacher.q_TNL.shape[1]):
+        return fused
+    with torch.no_grad():
+        target_Tk = head_probabilities_torch(*teacher[:2], index_Tk, lse_TN, teacher.scale)
+        loss_T = indexer_loss_torch(*student, index_Tk, target_Tk, relu)
+    return fused + (loss_T.sum() - fused.detach())
 
 
 @full_precision
@@ -493,6 +553,28 @@ def dense_indexer_loss(
 ) -> torch.Tensor:
     """Divergence of the indexer's scores from attention to all visible keys (sparse.py): fp32 [T]. No kernel."""
     return dense_indexer_loss_torch(teacher, student, first_T, end_T, pools, relu)
+
+
+@full_precision
+def fused_dense_indexer_loss(
+    teacher: Teacher,
+    heads: Callable[[], Heads],
+    student: Student,
+    ranges: Ranges,
+    pools: Pools | None,
+    relu: bool,
+    kernels: str,
+) -> torch.Tensor | None:
+    """`dense_indexer_loss` of operators that do not take the teacher absorbed, summed over queries; None where there
+    are none. heads: makes the teacher's queries, keys and values. It exists on Ascend."""
+    if not on_npu(teacher.q_TNL, kernels):
+        return None
+    fused = dense_indexer_loss_npu(teacher, heads(), student, pools is not None, relu, ranges, kernels)
+    if fused is None or not several_parts(teacher.q_TNL.shape[1]):
+        return fused
+    with torch.no_grad():
+        loss_T = dense_indexer_loss_torch(teacher, student, *ranges, pools, relu)
+    return fused + (loss_T.sum() - fused.detach())
 
 
 def attention(
@@ -529,9 +611,14 @@ def causal_attention(
     fused: bool,
     sink_N: torch.Tensor | None = None,
     chosen: Sequence[bool] | None = None,
+    kernels: str = "torch",
 ) -> torch.Tensor:
     """`attention` of tokens to the earlier ones of their document, [B, N, T, V], document by document: a mask over the
     whole batch would rule out torch's fast kernels. Zeros at padding, and in documents that are not `chosen`."""
+    if on_npu(q_BNTK, kernels):
+        found = causal_attention_npu(q_BNTK, k_BNTK, v_BNTV, documents, scale, fused, sink_N, chosen, kernels)
+        if found is not None:
+            return found
     if not documents.packed and documents.valid_BT is None and chosen is None:
         return _causal(q_BNTK, k_BNTK, v_BNTV, scale, fused, sink_N)
     lengths = documents.lengths
@@ -577,6 +664,7 @@ def route(
     scaling_factor: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
+    kernels: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts per token: ids_TS int64 and weights_TS in the dtype of the logits (fp32 or wider).
 
@@ -584,6 +672,9 @@ def route(
     scores, divided by their sum when `renormalize`, times `scaling_factor`. With groups > 1, experts can be chosen
     only from the `top_groups` groups whose two best biased scores have the largest sum (noaux_tc of DeepSeek-V3).
     """
+    options = activation, renormalize, scaling_factor, groups, top_groups
+    if (found := route_npu(logits_TE, bias_E, top_k, *options, kernels)) is not None:
+        return found
     score_TE = logits_TE.sigmoid() if activation == "sigmoid" else logits_TE.softmax(-1)
     choice_TE = score_TE.detach() + bias_E.detach()
     if groups > 1:
@@ -741,6 +832,9 @@ def expert_mlp(
             # Where other processes hold experts, most slots may have no row: waiting for the number saves memory.
             max_rows=max(1, int(rows.offset[-1])) if experts < config.num_experts else None,
         )
+    found = expert_mlp_npu(x_TL, ids_TS, weights_TS, gate_up, down, partial(glu, config=config), config.kernels)
+    if found is not None:
+        return found
     # Slots of experts that are not held here sort behind all others and are cut off.
     ids_R = torch.where((ids_TS >= 0) & (ids_TS < experts), ids_TS, experts).flatten()
     counts_E = torch.bincount(ids_R, minlength=experts + 1)[:experts]
@@ -779,6 +873,8 @@ def linear_cross_entropy(
 
     def losses(hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
         logits_nV = _wide(F.linear(hidden_nD, weight_VD))
+        if (found := cross_entropy_npu(logits_nV, target_n, ignore_index, kernels)) is not None:
+            return found
         return F.cross_entropy(logits_nV, target_n, ignore_index=ignore_index, reduction="none")
 
     row_bytes = len(weight_VD) * torch.promote_types(hidden_ND.dtype, torch.float32).itemsize

@@ -3,12 +3,16 @@
     python scripts/compare_runs.py                                        # CPU: float64 and float32
     python scripts/compare_runs.py --device cuda --dtypes bf16            # as many GPUs as the layouts need
     python scripts/compare_runs.py readme                                 # write the tables into README.md
+    python scripts/compare_runs.py folders runs/gpu runs/npu              # two runs of lora.py, step by step
 
 Every run is `scripts/lora.py` itself, ten steps on packed pictures and texts of uneven lengths, started as a user
 starts it. Loss and gradient norm of every step, every tensor of the final adapter, and the number of adapters are
 compared with those of one process: fp64 to 1e-9; fp32 to 1e-5, but the gradient norm as close as one process in fp32 is
 to fp64; bf16 to twice the spread of single runs whose rows come in another order.
 Results go to results/parallel.json. FSDP on CPU needs --cpu_fsdp, a script that lets Accelerate do what it refuses.
+
+`folders` compares runs that exist, as one on a GPU and one on an NPU: loss and gradient norm of every step that both
+have. The mean of the losses' relative differences must be below --limit.
 """
 
 import argparse
@@ -31,6 +35,7 @@ from torch import Tensor
 from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.files import write_text
 from modeling_latentmoe.training.loading import SHIPPED_MODEL
+from modeling_latentmoe.training.monitor import read_records
 from modeling_latentmoe.training.results import record, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +75,7 @@ LAYOUTS = {
     ],
     "cuda": [Layout(2, True, 1), Layout(2, False, 2), Layout(2, True, 2)],
 }
+LAYOUTS["npu"] = LAYOUTS["cuda"]
 
 
 class Run(NamedTuple):
@@ -214,9 +220,42 @@ def tables(records: list[dict[str, Any]]) -> dict[str, str]:
     return {"parallel": "\n".join(lines)}
 
 
+def compare_folders(folders: Sequence[Path], limit: float) -> None:
+    """Print loss and gradient norm of two runs side by side; ValueError where they are further apart than `limit`."""
+    records: list[dict[int, dict[str, Any]]] = []
+    for folder in folders:
+        if not (folder / "metrics.jsonl").is_file():
+            raise ValueError(f"{folder} has no metrics.jsonl: it is no --output_dir of scripts/lora.py")
+        records.append({row["step"]: row for row in read_records(folder / "metrics.jsonl") if "loss" in row})
+    steps = sorted(records[0].keys() & records[1].keys())
+    if not steps:
+        raise ValueError(f"{folders[0]} and {folders[1]} have no step in common")
+    print(f"{'step':>6} {'loss':>11} {'loss':>11} {'difference':>10} {'norm':>11} {'norm':>11} {'difference':>10}")
+    found = {"loss": [], "grad_norm": []}
+    for step in steps:
+        cells = []
+        for name, differences in found.items():
+            first, second = (float(rows[step][name]) for rows in records)
+            differences.append(abs(first - second) / max(abs(first), torch.finfo(torch.float32).tiny))
+            cells += [f"{first:11.5g}", f"{second:11.5g}", f"{differences[-1]:10.2%}"]
+        print(f"{step:6}", *cells)
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    print(f"mean relative difference of {len(steps)} steps: loss {means['loss']:.3%}, norm {means['grad_norm']:.3%}")
+    left = len(records[0].keys() ^ records[1].keys())
+    if left:
+        raise ValueError(f"{left} steps are only in one of {folders[0]} and {folders[1]}")
+    # a loss that is not a number is no agreement
+    if not means["loss"] <= limit:
+        raise ValueError(f"the losses differ by {means['loss']:.3%} in the mean, over --limit {limit:.3%}")
+
+
 def main_command(argv: Sequence[str]) -> None:
     parser = Parser(__doc__)
-    parser.add_argument("command", nargs="?", default="run", choices=("run", "readme"), help="default run")
+    parser.add_argument("command", nargs="?", default="run", choices=("run", "readme", "folders"), help="default run")
+    parser.add_argument(
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="of `folders`: the first is the reference"
+    )
+    parser.add_argument("--limit", type=float, default=0.01, help="of `folders`, default %(default)s")
     parser.add_argument("--device", default="cpu", choices=sorted(LAYOUTS), help="default cpu")
     parser.add_argument("--dtypes", nargs="+", default=["fp64", "fp32"], choices=("fp64", "fp32", "bf16"))
     parser.add_argument("--cpu_fsdp", default="tests/dist/cpu_fsdp.py", help="script that starts FSDP2 on CPU")
@@ -224,6 +263,11 @@ def main_command(argv: Sequence[str]) -> None:
     if args.command == "readme":
         readme = ROOT / "README.md"
         write_text(readme, with_tables(readme.read_text(), tables(json.loads(RESULTS.read_text()))))
+        return
+    if (args.command == "folders") != (len(args.folders) == 2):
+        raise ValueError("folders: name two --output_dir of scripts/lora.py, and nothing for other commands")
+    if args.command == "folders":
+        compare_folders(args.folders, args.limit)
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(args, Path(folder))

@@ -96,7 +96,7 @@ def answer(args: Arguments, argv: Sequence[str]) -> None:
     model = load_model(args.model, args.dtype, kernels=args.kernels)
     if args.adapter:
         model = load_adapter(model, args.adapter)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu").eval()
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     model.generate(
         **inputs.to(model.device),

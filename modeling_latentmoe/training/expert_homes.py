@@ -121,14 +121,16 @@ def keep_off_device(model: nn.Module, placement: Placement, device: torch.device
 
 
 def pinned_bytes(nbytes: int, device: torch.device) -> Tensor:
-    """An uninitialised uint8 buffer in host memory, from which a CUDA device copies without the CPU's help.
+    """An uninitialised uint8 buffer in host memory, from which an accelerator copies without the CPU's help.
 
-    torch's own pinned memory comes in powers of two: a layer of 2.1 GB would take 4.3.
+    On CUDA not torch's own pinned memory, which comes in powers of two: a layer of 2.1 GB would take 4.3.
     """
+    if device.type not in ("cpu", "cuda"):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = np.frombuffer(pages, dtype=np.uint8)
     if device.type == "cuda":
-        cudart = torch.cuda.cudart()
+        cudart = torch.get_device_module(device).cudart()
         code = int(cudart.cudaHostRegister(array.ctypes.data, nbytes, 0))
         if code:
             raise OSError(f"CUDA error {code} for {nbytes / 1e9:.1f} GB")

@@ -19,7 +19,9 @@ def record(file: Path, command: str, device: str, rows: list[dict[str, Any]]) ->
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=file.parent, capture_output=True, text=True)
     entry = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {os.cpu_count()} cores",
+        "device": f"CPU, {os.cpu_count()} cores"
+        if device == "cpu"
+        else torch.get_device_module(device).get_device_name(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -21,7 +21,7 @@ from modeling_latentmoe.training.launch import check_plugin, launch_environment,
 from scripts import layout as script
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
-FSDP_FILES = ("fsdp2.yaml", "fsdp2_ep.yaml", "multi_node.yaml")
+FSDP_FILES = ("fsdp2.yaml", "fsdp2_ep.yaml", "multi_node.yaml", "npu_fsdp2_ep.yaml")
 PROBE = "import json, os; open(os.environ['OUT'] + os.environ['RANK'], 'w').write(json.dumps(dict(os.environ)))"
 
 
@@ -32,6 +32,7 @@ PROBE = "import json, os; open(os.environ['OUT'] + os.environ['RANK'], 'w').writ
         ("fsdp2.yaml", "FSDP", 8, 1),
         ("fsdp2_ep.yaml", "FSDP", 8, 1),
         ("multi_node.yaml", "FSDP", 128, 16),
+        ("npu_fsdp2_ep.yaml", "FSDP", 8, 1),
     ],
 )
 def test_accelerate_knows_every_key(name: str, kind: str, processes: int, machines: int) -> None:
@@ -69,8 +70,8 @@ def test_the_comment_shows_the_command(name: str) -> None:
     )
     args = launch_command_parser().parse_args(["3" if word == "R" else word for word in command])
     assert args.config_file == f"accelerate_configs/{name}" and args.training_script == "scripts/lora.py"
-    degree = {"fsdp2_ep.yaml": ["--ep", "8"], "multi_node.yaml": ["--ep", "64"]}
-    assert args.training_script_args == degree.get(name, [])
+    degree = {"fsdp2_ep.yaml": 8, "npu_fsdp2_ep.yaml": 8, "multi_node.yaml": 64}
+    assert args.training_script_args == (["--ep", str(degree[name])] if name in degree else [])
     if name == "multi_node.yaml":
         assert (args.machine_rank, args.main_process_ip) == (3, "HOST")
 

@@ -1,6 +1,7 @@
 """The comparison of layouts: its table in the README, and that it sees what differs."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +42,30 @@ def test_differences_are_seen() -> None:
     found = compare_runs.difference(other, run)
     assert found["loss"] == pytest.approx(0.1) and found["adapter"] == pytest.approx(0.1) and found["grad_norm"] == 0
     assert not compare_runs.difference(run._replace(trainable="x: 1,100 of 3"), run)["same_adapters"]
+
+
+def test_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the same run leaves on two devices: by the step, and the mean decides."""
+    for name, factor in (("gpu", 1.0), ("npu", 1.003), ("far", 1.02), ("broken", float("nan"))):
+        (tmp_path / name).mkdir()
+        rows = [{"step": 0, "eval_loss": 9.0}]
+        rows += [{"step": n, "loss": 3.0 / n * factor, "grad_norm": 1.0 + 0.1 * (factor - 1)} for n in range(1, 21)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gpu, npu, far, broken = (str(tmp_path / name) for name in ("gpu", "npu", "far", "broken"))
+    assert compare_runs.main(["folders", gpu, npu]) == 0
+    printed = capsys.readouterr().out
+    assert "mean relative difference of 20 steps: loss 0.300%, norm 0.030%" in printed
+    assert len(printed.splitlines()) == 22
+    for other, reason in ((far, "the losses differ by 2.000% in the mean"), (broken, "differ by nan%")):
+        assert compare_runs.main(["folders", gpu, other]) == 2
+        assert reason in capsys.readouterr().err
+    assert compare_runs.main(["folders", gpu, far, "--limit", "0.03"]) == 0
+    short = tmp_path / "gpu" / "metrics.jsonl"
+    short.write_text("\n".join(short.read_text().splitlines()[:10]) + "\n")
+    for arguments, reason in (
+        ([gpu, npu], "11 steps are only in one of"),
+        ([gpu], "name two"),
+        ([gpu, "x"], "x has no"),
+    ):
+        assert compare_runs.main(["folders", *arguments]) == 2
+        assert reason in capsys.readouterr().err
