@@ -16,10 +16,10 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -31,16 +31,18 @@ from accelerate.utils import set_seed
 
 from modeling_latentmoe.kernel_loading import check_choice
 from modeling_latentmoe.mxfp4 import storage_report
-from modeling_latentmoe.training import checkpoint, data, files, lora, monitor
+from modeling_latentmoe.training import checkpoint, data, files, lora, memory, monitor, timing
 from modeling_latentmoe.training.agreement import check_same_start
+from modeling_latentmoe.training.alerts import Alerts, check_alerts, check_mfu
 from modeling_latentmoe.training.arguments import option
 from modeling_latentmoe.training.attention_mass import attention_of, describe, evaluate_choice
 from modeling_latentmoe.training.balance import AuxiliaryLoss, Balancing, QuantileBalancing, check_router
+from modeling_latentmoe.training.collectives import Collectives
 from modeling_latentmoe.training.evaluate import evaluate
 from modeling_latentmoe.training.expert_adapters import initialise_adapters
 from modeling_latentmoe.training.expert_homes import keep_off_device
 from modeling_latentmoe.training.expert_parallel import Travel, check_travel, saving_line
-from modeling_latentmoe.training.flops import forward_flops_per_token
+from modeling_latentmoe.training.flops import peak_tflops, step_flops
 from modeling_latentmoe.training.gradients import clip_grad_norm, reduce_expert_gradients
 from modeling_latentmoe.training.indexer import (
     INDEXER_FILE,
@@ -57,10 +59,12 @@ from modeling_latentmoe.training.loading import (
     load_model,
     load_processor,
 )
-from modeling_latentmoe.training.loss import backpropagate, count_loss_tokens, global_sum
+from modeling_latentmoe.training.loss import Step, backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
+from modeling_latentmoe.training.micro_batches import MicroBatches
 from modeling_latentmoe.training.parallelize import parallelize, start_processes, told_failures
 from modeling_latentmoe.training.placement import check_placement, decide, parse_placement
+from modeling_latentmoe.training.prometheus import Textfile
 from modeling_latentmoe.training.router_bias import BIAS_FILE, read_biases, set_biases
 from modeling_latentmoe.training.rows import Rows, open_dataset
 from modeling_latentmoe.training.tiers import Tiers
@@ -82,7 +86,7 @@ class Arguments:
     resume: bool = option(False, "continue the run in --output_dir from its newest checkpoint")
     max_steps: int | None = option(None, "number of optimizer steps; default: as many as --epochs take")
     epochs: float = option(6, "passes over the training data")
-    batch_size: int = option(32, "samples in a micro-batch of one process")
+    batch_size: str = option("32", "samples in a micro-batch of one process, or auto: as many of --max_length as fit")
     gradient_accumulation: int = option(1, "micro-batches of one process in a step")
     max_length: int = option(2048, "longest sample in tokens; longer ones are dropped and counted, never cut")
     packing: bool = option(False, "fill rows of batch_size * max_length tokens with samples, no padding")
@@ -133,6 +137,7 @@ class Arguments:
     gradient_checkpointing: Literal["none", "full", "selective"] = option(
         "none", "recompute activations in the backward pass to save memory; selective: but attention and what travelled"
     )
+    offload_activations: bool = option(False, "keep activations for the backward pass in host memory")
     seed: int = option(0, "seed of the adapters and of the order of the data")
     eval_every: int = option(0, "steps between evaluations; 0: before and after only")
     eval_samples: int = option(400, "held-out rows to evaluate on")
@@ -140,16 +145,30 @@ class Arguments:
     save_every: int = option(100, "steps between checkpoints")
     keep: int = option(2, "newest checkpoints to keep")
     log_with: Literal["tensorboard", "trackio", "wandb"] | None = option(None, "tracker to log to as well")
+    prometheus: str | None = option(None, "text file for the node exporter of Prometheus, *.prom, to keep up to date")
+    peak_tflops: float | None = option(None, "bf16 TFLOP/s of a device, for the MFU; default: that of a known one")
+    alert: list[str] | None = field(
+        default=None,
+        metadata={"help": 'condition to tell of when it begins, such as "load_imbalance>4"', "action": "extend"},
+    )
+    alert_command: str | None = option(None, "shell command to run for every alert, which finds it in $ALERT_CONDITION")
     push_to_hub: str | None = option(None, "Hub repository to upload the adapter to at the end, user/name")
     traceback: bool = option(False, "show where in the code an error was raised")
 
     def __post_init__(self) -> None:
-        counts = ("batch_size", "gradient_accumulation", "max_length", "eval_samples", "max_new_tokens", "save_every")
-        for name in (*counts, "keep", "max_steps", "ep", "timeout"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+        if self.batch_size != "auto":
+            # a number from here on, in run.yaml too
+            try:
+                object.__setattr__(self, "batch_size", int(self.batch_size))
+            except ValueError as error:
+                raise ValueError(f"--batch_size {self.batch_size} must be a number or auto") from error
+        counts = ("gradient_accumulation", "max_length", "eval_samples", "max_new_tokens", "save_every")
+        for name in ("batch_size", *counts, "keep", "max_steps", "ep", "timeout"):
+            if getattr(self, name) not in (None, "auto") and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
         rates = ("lr", "lr_kda", "lr_attention", "lr_indexer", "lr_experts", "lr_projector")
-        for name in ("epochs", *rates, "lora_alpha", "capacity_factor", "auxiliary_coefficient", "adam_epsilon"):
+        others = ("lora_alpha", "capacity_factor", "auxiliary_coefficient", "adam_epsilon", "peak_tflops")
+        for name in ("epochs", *rates, *others):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name} {value} must be a number above 0")
@@ -165,6 +184,9 @@ class Arguments:
             raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**32")
         parse_placement(self.experts_in)
         check_travel(self.travel, self.ep)
+        check_alerts(self.alert or (), self.alert_command)
+        if self.prometheus and not Path(self.prometheus).resolve().parent.is_dir():
+            raise ValueError(f"--prometheus {self.prometheus}: its folder does not exist")
         if self.lr_indexer is not None and self.train_indexer is None:
             raise ValueError(f"--lr_indexer {self.lr_indexer} needs --train_indexer, without it no indexer trains")
         if self.train_indexer == "warmup":
@@ -237,6 +259,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     if args.adapter and resume_from is None:
         # before the weights, which take long to read
         lora.check_files(lora.adapter_folder(args.adapter))
+    peak = args.peak_tflops or peak_tflops(timing.device_name(accelerator.device))
+    check_mfu(args.alert or (), peak)
     mesh = build_mesh(world, args.ep, accelerator.device.type, timedelta(seconds=args.timeout))
     command = launch_command(argv, accelerator, args.ep)
     if world > 1:
@@ -257,7 +281,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     batches = data.Batches(
         rows,
         lambda name, row: data.encode_chat(processor, data.read_chat(name, row, folder), args.thinking),
-        batch_size=args.batch_size,
+        batch_size=1 if args.batch_size == "auto" else args.batch_size,
         max_length=args.max_length,
         pad_id=processor.tokenizer.pad_token_id,
         packing=args.packing,
@@ -287,6 +311,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     )
     if args.gradient_checkpointing != "none":
         checkpoint_activations(base, selective=args.gradient_checkpointing == "selective")
+    if args.offload_activations:
+        memory.offload_activations(base)
     initialise_adapters(model, args.seed)
     given = {BIAS_FILE: {}, INDEXER_FILE: {}}
     if args.adapter and resume_from is None:
@@ -302,10 +328,13 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     accelerator.print(storage, lora.trainable_line(model, groups), sep="\n")
     optimizer = torch.optim.AdamW(groups, eps=args.adam_epsilon, weight_decay=args.weight_decay)
     placement = decide(placement, model, accelerator, args.ep)
+    room = memory.Room(model, accelerator, args.ep, placement, args.gradient_checkpointing, args.offload_activations)
     homes = keep_off_device(model, placement, accelerator.device)
     wrapped, optimizer = parallelize(accelerator, model, optimizer, mesh, args.capacity_factor, args.travel)
     tiers = Tiers(homes, accelerator.device)
     prepare_moments(optimizer)
+    clock = timing.Clock(accelerator.device)
+    collectives = Collectives(wrapped, clock, repeats=args.ep > 1 and args.gradient_checkpointing == "full")
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0, dtype=torch.int64)
@@ -317,6 +346,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         step, rows_done, done, load = (state[name] for name in ("step", "rows_done", "done", "load"))
         position, repeated = data.reshard(positions, rows)
         batches.load_state_dict(position)
+        batches.batch_size = state.get("batch_size", batches.batch_size)
         # else --epochs would end early by these rows
         rows_done -= repeated
         set_biases(base, given[BIAS_FILE])
@@ -332,16 +362,17 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         raise ValueError(f"--output_dir {output}: process {rank} does not see it; machines must share its file system")
     loads = monitor.Loads(output, is_main, first_step=step)
     metrics = monitor.Metrics(output, is_main, first_step=step)
+    textfile = Textfile(args.prometheus if is_main else None)
     if args.log_with:
         accelerator.init_trackers("latentmoe", config={name: str(value) for name, value in settings.items()})
 
     def measure(when: str) -> None:
         if held_out is not None:
-            limits = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens}
+            limits = {"batch_size": batches.batch_size, "max_new_tokens": args.max_new_tokens}
             with attention_of(base, dense=False):
                 result = evaluate(accelerator, model, processor, held_out, thinking=args.thinking, **limits)
             if args.train_indexer:
-                limits = {"batch_size": args.batch_size, "thinking": args.thinking}
+                limits = {"batch_size": batches.batch_size, "thinking": args.thinking}
                 result |= evaluate_choice(accelerator, model, processor, held_out, **limits)
             result |= tiers.figures()
             metrics.add(step=step, **result)
@@ -369,7 +400,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             return
         # first: a file without its checkpoint is written again, a checkpoint without its file would lack these steps
         loads.write(step)
-        state = {"step": step, "rows_done": rows_done, "done": done, "load": load}
+        state = {"step": step, "rows_done": rows_done, "done": done, "load": load, "batch_size": batches.batch_size}
         state["balancing"] = balancing.state() if balancing else {}
         position = batches.state_dict()
         checkpoint.save_checkpoint(
@@ -388,14 +419,30 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             return f"{resume_from} is bad, {checkpoint.last_good_adapter(output, resume_from)}"
         return "there was no good step"
 
+    def attempt(window: list[dict[str, torch.Tensor]], *counts: int) -> Step:
+        return backpropagate(accelerator, wrapped, window, *counts, balancing, args.capacity_factor, collectives)
+
+    micro_batches = MicroBatches(attempt, optimizer, balancing, base_config, accelerator.device)
+    wrapped.train()
+    if args.batch_size == "auto" and resume_from is None:
+        accelerator.print(room.check(args.max_length, "--max_length"))
+        limit = 1024 if rows.total is None else max(1, rows.total // (world * args.gradient_accumulation))
+        with collectives:
+            batches.batch_size = micro_batches.largest(args.max_length, room.most_rows(args.max_length, limit))
+        accelerator.print(f"--batch_size auto: {batches.batch_size}, the largest that fits")
+    seen, stream, last_good = batches.rows_seen, iter(batches), None
+    # before the evaluation: a run that cannot fit ends at once
+    first = next(stream)
+    accelerator.print(room.check(first["input_ids"].numel(), "--batch_size or --max_length"))
+    stream = chain([first], stream)
     if step == 0:
         measure("before training")
-    wrapped.train()
-    stream, last_good = iter(batches), None
-    with monitor.Progress(done, is_main) as bar, checkpoint.Interrupt() as interrupt:
+    alerts = Alerts(args.alert or (), args.alert_command, args.output_dir, is_main, accelerator.print, metrics.records)
+    with monitor.Progress(done, is_main) as bar, checkpoint.Interrupt() as interrupt, collectives, alerts:
         while done < 1:
-            began, seen = time.perf_counter(), batches.rows_seen
-            window = [data.with_images(next(stream), base_config) for _ in range(args.gradient_accumulation)]
+            clock.begin()
+            with clock.span("data"):
+                window = [data.with_images(next(stream), base_config) for _ in range(args.gradient_accumulation)]
             if args.packing and any("cu_seqlens" not in batch for batch in window):
                 raise ValueError("--packing: a packed batch has no `cu_seqlens`, its documents would mix")
 
@@ -407,45 +454,53 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
             )
             if not n_tokens:
                 raise ValueError(f"--dataset {args.dataset}: no row of step {step + 1} has a token to learn")
-            rows_done += n_rows
+            rows_done, seen = rows_done + n_rows, batches.rows_seen
             before = done
             done = (step + 1) / args.max_steps if args.max_steps else rows_done / (args.epochs * rows.total)
             factor = schedule((before + done) / 2, args.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
 
-            loss, step_load, auxiliary, indexer, dropped = backpropagate(
-                accelerator, wrapped, window, n_tokens, n_read, balancing, args.capacity_factor
+            loss, step_load, auxiliary, indexer, dropped, _ = micro_batches.step(
+                window, n_tokens, n_read, accelerator.print
             )
-            reduce_expert_gradients(model, mesh)
-            norms = clip_grad_norm(model, mesh, args.max_grad_norm)
+            with clock.span("optimizer"):
+                reduce_expert_gradients(model, mesh)
+                norms = clip_grad_norm(model, mesh, args.max_grad_norm)
             if not math.isfinite(loss + indexer + norms.total):
+                metrics.add(**alerts.watch({"step": step + 1, "nonfinite": 1}))
+                if is_main:
+                    monitor.draw(metrics, load, output / "training.png")
                 what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}, loss of indexers {indexer}"
                 raise FloatingPointError(f"{what}; {keep_last_good()}. Lower --lr")
             # These weights gave a finite loss and finite gradients: kept in case the next ones do not.
-            last_good = lora.snapshot(trained), biases()
-            optimizer.step()
-            optimizer.zero_grad()
+            with clock.span("optimizer"):
+                last_good = lora.snapshot(trained), biases()
+                optimizer.step()
+                optimizer.zero_grad()
             if balancing is not None:
                 balancing.update(step_load)
             step += 1
 
             load = step_load + (load if load.numel() else 0)
             loads.add(step_load)
-            elapsed = time.perf_counter() - began
-            # A packed batch may hold nothing but samples that were read for the one before.
-            speed, length = n_read / elapsed, round(n_read / max(1, n_rows))
-            record = {"loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
-            record |= {"lr": args.lr * factor, "done": done}
-            record |= {"tokens": n_tokens, "tokens_per_s": speed, "dropped": dropped, "auxiliary_loss": auxiliary}
+            # the only time that the device is waited for without need
+            mine = clock.finish() | monitor.memory_figures(accelerator.device)
+            processes = timing.of_all_processes(mine, accelerator.device)
+            record = {"step": step, "loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
+            record |= {"lr": args.lr * factor, "done": done, "dropped": dropped, "auxiliary_loss": auxiliary}
             if args.train_indexer:
                 record["indexer_loss"] = indexer
-            record |= monitor.load_figures(step_load) | monitor.peak_memory() | tiers.figures()
-            # forward and input gradients
-            record["tflops"] = 2 * forward_flops_per_token(base.config.get_text_config(), length) * speed / 1e12
-            metrics.add(step=step, **record)
+            record |= timing.split(processes) | monitor.memory_of_all(processes)
+            record |= monitor.load_figures(step_load) | tiers.figures()
+            # A packed batch may hold nothing but samples that were read for the one before.
+            flops = step_flops(base.config.get_text_config(), n_read, n_tokens, round(n_read / max(1, n_rows)))
+            record |= monitor.speed_figures(record["step_s"], n_tokens, n_read, flops, world, peak)
+            record = alerts.watch(record)
+            metrics.add(**record)
             accelerator.log(record, step=step)
-            bar.update(done, step, loss, speed)
+            textfile.write(record, processes, load, last=done >= 1 or bool(stop))
+            bar.update(record)
             if args.eval_every and step % args.eval_every == 0 and done < 1:
                 measure(f"step {step}")
             if stop or step % args.save_every == 0:

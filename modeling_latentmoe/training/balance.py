@@ -33,6 +33,10 @@ class Balancing(Protocol):
         """End a step in which all processes together sent load_ME to the experts; every process calls it."""
         ...
 
+    def forget(self) -> None:
+        """What was seen since the last update was of a step that is done again."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """What a later step depends on, the same on every process, for `load`."""
         ...
@@ -63,6 +67,9 @@ class AuxiliaryLoss:
 
     def update(self, load_ME: Tensor) -> None:
         self.shares_ME = expert_shares(load_ME)
+
+    def forget(self) -> None:
+        """Nothing was kept."""
 
     def state(self) -> dict[str, Tensor]:
         return {"shares": self.shares_ME}
@@ -165,6 +172,9 @@ class QuantileBalancing:
             new_E = solve(counts_EH, *bin_range(bias_E), self.top_k)
             bias_E.copy_(new_E - new_E.mean())
             set_bias(router, bias_E)
+        self.counts_MEH.zero_()
+
+    def forget(self) -> None:
         self.counts_MEH.zero_()
 
     def biases(self) -> dict[str, Tensor]:

@@ -64,6 +64,11 @@ FREE_ON_RESUME = {
     "gradient_checkpointing",
     "timeout",
     "traceback",
+    "offload_activations",
+    "prometheus",
+    "peak_tflops",
+    "alert",
+    "alert_command",
 }
 
 

@@ -25,6 +25,34 @@ def forward_flops_per_token(config: LatentMoETextConfig, length: int, head: bool
     return total
 
 
+def step_flops(config: LatentMoETextConfig, read: int, trained: int, length: int) -> float:
+    """FLOP of a training step on `read` tokens in documents of `length`, of which `trained` reach the vocabulary head.
+
+    Forward and input gradients; what is recomputed does not count, nor do adapters and images.
+    """
+    body = forward_flops_per_token(config, length, head=False) * read
+    return 2 * (body + 2 * config.hidden_size * config.vocab_size * trained)
+
+
+# dense bf16 TFLOP/s without sparsity, by words in the name that a device gives itself, the first that fits
+PEAK_TFLOPS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("B200", 2250.0),
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """What a device of this name could do in bf16, in TFLOP/s; None for one that is not listed."""
+    return next((peak for words, peak in PEAK_TFLOPS if words in device_name), None)
+
+
 def _kda(config: LatentMoETextConfig) -> float:
     D, linear = config.hidden_size, config.linear_attn_config
     H, K = linear["num_heads"], linear["head_dim"]

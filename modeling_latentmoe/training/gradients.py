@@ -1,9 +1,9 @@
 """Gradients of a step in which every process had its own data, and experts were shared out over "ep".
 
 Each process backpropagated dp_size times its part of the loss (see loss.py). Replicated parameters average their
-gradients over all processes, which DDP or FSDP does. A process that holds an expert already has, from the tokens that
-travelled to it, what its expert-parallel group owes that expert: over the groups, its column of the mesh, gradients
-are summed here, and divided by the number of all processes.
+gradients over all processes, in `average_gradients` or in FSDP. A process that holds an expert already has, from the
+tokens that travelled to it, what its expert-parallel group owes that expert: over the groups, its column of the mesh,
+gradients are summed here, and divided by the number of all processes.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,23 @@ def exclude_experts_from_ddp(model: nn.Module) -> None:
     """
     names = [name for name, _ in model.named_parameters() if is_expert(name)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def average_gradients(model: DistributedDataParallel) -> None:
+    """Average the gradients of all processes, of every trained parameter that DDP does not leave alone; every process
+    calls it, once a step. Their values are exchanged together."""
+    named = model.module.named_parameters()
+    trained = [param for name, param in named if param.requires_grad and name not in model.parameters_to_ignore]
+    for param in trained:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    for dtype in {param.dtype: None for param in trained}:
+        grads = [param.grad for param in trained if param.dtype == dtype]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for grad, average in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(average.view_as(grad))
 
 
 def reduce_expert_gradients(model: nn.Module, mesh: DeviceMesh) -> None:

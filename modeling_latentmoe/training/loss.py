@@ -9,6 +9,9 @@ of them together, the loss of the step is (sum of all token losses) / n. Each pr
 
 because the gradients of replicated parameters are then averaged over the processes. n is therefore known
 before the first forward of the step.
+
+A process whose memory is used up in a step goes on with batches of padding, so that the others, which may wait for it,
+come to the end of the step, where all learn of it (collectives.py).
 """
 
 from contextlib import nullcontext
@@ -17,9 +20,13 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from modeling_latentmoe.training.balance import Balancing
+from modeling_latentmoe.training.collectives import Collectives
 from modeling_latentmoe.training.expert_parallel import count_drops
+from modeling_latentmoe.training.gradients import average_gradients
+from modeling_latentmoe.training.timing import Clock
 
 IGNORE = -100
 
@@ -35,16 +42,31 @@ def global_sum(accelerator: Accelerator, *counts: int) -> list[int]:
     return total.tolist()
 
 
+def padding_like(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of one token of padding: nothing to learn, nothing to route, no images."""
+    # any token but a placeholder of an image
+    token_11 = batch["labels"][batch["labels"] != IGNORE][:1].view(1, 1)
+    images = {name: batch[name][:0] for name in ("pixel_values", "grid_thws") if name in batch}
+    return {
+        "input_ids": token_11,
+        "attention_mask": torch.zeros_like(token_11),
+        "labels": torch.full_like(token_11, IGNORE),
+        **images,
+    }
+
+
 class Step(NamedTuple):
     """What all processes computed together: the loss, and the expert load, int64 [MoE layers, E], empty for a model
     without routed experts. auxiliary, indexer: losses of the balance and of the indexers, per token; dropped:
-    assignments of tokens to experts beyond their capacity."""
+    assignments of tokens to experts beyond their capacity. out_of_memory: on how many processes there was too little,
+    where the rest, and all gradients, mean nothing."""
 
     loss: float
     load: Tensor
     auxiliary: float = 0.0
     indexer: float = 0.0
     dropped: int = 0
+    out_of_memory: int = 0
 
 
 def backpropagate(
@@ -55,22 +77,30 @@ def backpropagate(
     n_read: int,
     balancing: Balancing | None = None,
     capacity_factor: float | None = None,
+    collectives: Collectives | None = None,
 ) -> Step:
     """Forward and backward of this process' micro-batches of one step.
 
     `window` holds batches of model arguments with `labels`; `n_tokens` is the number of trained tokens of
-    all processes, `n_read` that of all of their tokens. Returns the same numbers on every process.
+    all processes, `n_read` that of all of their tokens. Returns the same numbers on every process. collectives: those
+    of `model`, where they are watched, with the clock of the step.
     """
+    if collectives is None:
+        collectives = Collectives(model, Clock(accelerator.device))
+    clock, copied = collectives.clock, isinstance(model, DistributedDataParallel)
+    # DDP would reduce gradients in the middle of a backward pass, which may fail: they are averaged below
+    module = model.module if copied else model
     # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole
     # window
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     loads, dropped = [], 0
-    for i, batch in enumerate(window):
+
+    def compute(batch: dict[str, Tensor], balancing: Balancing | None) -> None:
+        nonlocal sums, dropped
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-        # gradients travel between processes once per step, with the last micro-batch
-        with nullcontext() if i == len(window) - 1 else accelerator.no_sync(model):
-            output = model(
+        with clock.span("forward"):
+            output = module(
                 **batch, num_items_in_batch=1, return_logits=False, output_router_logits=balancing is not None
             )
             loss = output.loss
@@ -80,14 +110,36 @@ def backpropagate(
                 mask_BT = batch.get("attention_mask")
                 valid_T = None if mask_BT is None else mask_BT.bool().flatten()
                 auxiliary = balancing.observe(output.router_logits, valid_T)
+        with clock.span("backward"):
             # balance and indexers are per token that was read, the loss per token that was predicted
             accelerator.backward(loss * scale + (auxiliary + indexer) * (scale * n_tokens / n_read))
-        sums += torch.stack([loss, auxiliary, indexer]).detach().double().cpu()
+        sums[:3] += torch.stack([loss, auxiliary, indexer]).detach().double().cpu()
         if output.expert_load is not None:
             loads.append(output.expert_load)
             if capacity_factor is not None:
                 dropped += count_drops(output.expert_load, capacity_factor)
-    loss, auxiliary, indexer = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+
+    out_of_memory = False
+    for i, batch in enumerate(window):
+        # FSDP reduces gradients once per step, with the last micro-batch
+        with nullcontext() if copied or i == len(window) - 1 else accelerator.no_sync(model):
+            collectives.begin()
+            if not out_of_memory:
+                try:
+                    compute(batch, balancing)
+                    continue
+                except torch.OutOfMemoryError:
+                    out_of_memory = True
+                # not inside of `except`, where the error still holds what was computed
+                collectives.catch_up()
+            compute(padding_like(batch), None)
+    collectives.end()
+    sums[3] = out_of_memory
+    loss, auxiliary, indexer, failures = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+    if failures:
+        return Step(float("nan"), torch.zeros(0, dtype=torch.int64), out_of_memory=int(failures))
+    if copied:
+        average_gradients(model)
     if not loads:
         return Step(loss / n_tokens, torch.zeros(0, dtype=torch.int64), indexer=indexer / n_read)
     load = accelerator.reduce(torch.stack(loads).sum(0), reduction="sum").cpu()

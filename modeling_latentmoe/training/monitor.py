@@ -3,13 +3,14 @@ errors."""
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -17,8 +18,19 @@ from tqdm import tqdm
 from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.commands import report_error
 from modeling_latentmoe.training.files import LOAD_FOLDER, TEMPORARY, write_text
+from modeling_latentmoe.training.timing import PARTS, TRAVEL
 
 T = TypeVar("T")
+# figures of a step that depend on the machine and not on what is computed
+MEASURED = frozenset(
+    {"tokens_per_s", "tokens_per_s_per_device", "throughput_drop", "tflops", "mfu", "step_s"}
+    | {"memory_gib", "memory_gib_min", "memory_share", "memory_by_rank"}
+    | {f"{part}_s" for part in (*PARTS, *TRAVEL)}
+    | {f"{part}_{kind}" for part in TRAVEL for kind in ("share", "gb_per_s")}
+    | {"experts_moved_s", "experts_exposed_s", "experts_hidden"}
+)
+# alerts that the legend of the picture has room for
+NAMED = 8
 BAR = "{percentage:3.0f}%|{bar:24}| {desc} [{elapsed}<{remaining}]"
 
 
@@ -103,9 +115,9 @@ class Progress:
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=1.0, initial=done, bar_format=BAR, disable=not active, mininterval=interval)
 
-    def update(self, done: float, step: int, loss: float, tokens_per_s: float) -> None:
-        self.bar.set_description_str(f"step {step}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s", refresh=False)
-        self.bar.update(min(done, 1.0) - self.bar.n)
+    def update(self, record: dict[str, Any]) -> None:
+        self.bar.set_description_str(progress_line(record), refresh=False)
+        self.bar.update(min(record["done"], 1.0) - self.bar.n)
 
     def __enter__(self) -> "Progress":
         return self
@@ -114,28 +126,76 @@ class Progress:
         self.bar.close()
 
 
-def peak_memory() -> dict[str, float]:
-    """Most memory, in GiB, that any process has had allocated on its accelerator; nothing without accelerators."""
-    if not torch.accelerator.is_available():
-        return {}
-    peak = torch.tensor(
-        torch.accelerator.max_memory_allocated() / 2**30, device=torch.accelerator.current_accelerator()
+def progress_line(record: dict[str, Any]) -> str:
+    """A step in a line: speed, where its time went in percent (`a2a` and `gather` lie inside of forward and backward),
+    memory of the processes with the least and the most, busiest expert over the average one."""
+    share = {part: f"{record[f'{part}_s'] / record['step_s']:.0%}" for part in (*PARTS, *TRAVEL)}
+    speed = f"{record['tokens_per_s']:,.0f} tokens/s, {record['tokens_per_s_per_device']:,.0f} a device"
+    parts = [f"data {share['data']} fwd {share['forward']} bwd {share['backward']} opt {share['optimizer']}"]
+    parts += [
+        f"{name} {share[part]}"
+        for name, part in (("a2a", "all_to_all"), ("gather", "all_gather"))
+        if record[f"{part}_s"]
+    ]
+    return "  ".join(
+        [
+            f"step {record['step']}  loss {record['loss']:.4f}  {speed}",
+            *([f"MFU {record['mfu']:.1%}"] if "mfu" in record else []),
+            f"{record['step_s']:.2f} s ({', '.join(parts)})",
+            f"{record['memory_gib_min']:.1f}-{record['memory_gib']:.1f} GiB",
+            f"load x{record['load_imbalance']:.1f}",
+        ]
     )
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return {"memory_gib": peak.item()}
 
 
-def load_figures(load: Tensor) -> dict[str, float]:
-    """Of a load [MoE layers, E]: busiest expert over the average one in the worst layer, and experts that got nothing;
-    zeros without experts."""
+def speed_figures(
+    step_s: float, n_tokens: int, n_read: int, flops: float, world: int, peak: float | None
+) -> dict[str, float]:
+    """Of a step on `world` devices that learned from `n_tokens` of `n_read` tokens, with so many FLOP: speed, TFLOP/s
+    of all devices, and the share of their `peak` TFLOP/s where that is known."""
+    speed, tflops = n_read / step_s, flops / step_s / 1e12
+    figures = {"tokens": n_tokens, "tokens_per_s": speed, "tokens_per_s_per_device": speed / world, "tflops": tflops}
+    return figures if peak is None else figures | {"mfu": tflops / world / peak}
+
+
+def memory_figures(device: torch.device) -> dict[str, float]:
+    """Most memory that this process has had on its device, and what the device has, in GiB; on CPU of the process, and
+    of the machine."""
+    if device.type == "cpu":
+        peak, limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10, psutil.virtual_memory().total
+    else:
+        module = torch.get_device_module(device)
+        peak, limit = module.max_memory_allocated(device), module.mem_get_info(device)[1]
+    return {"memory_gib": peak / 2**30, "memory_limit_gib": limit / 2**30}
+
+
+def memory_of_all(processes: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Of the `memory_figures` of all processes: the most, the least, the largest share of a device, and each."""
+    by_rank = [figures["memory_gib"] for figures in processes]
+    return {
+        "memory_gib": max(by_rank),
+        "memory_gib_min": min(by_rank),
+        "memory_share": max(figures["memory_gib"] / figures["memory_limit_gib"] for figures in processes),
+        "memory_by_rank": {str(rank): peak for rank, peak in enumerate(by_rank)},
+    }
+
+
+def load_figures(load: Tensor) -> dict[str, Any]:
+    """Of a load [MoE layers, E]: busiest expert over the average one in the worst layer and in each, and experts that
+    got nothing; zeros without experts."""
     if not load.numel():
         return {"load_imbalance": 0.0, "idle_experts": 0}
-    mean = load.double().mean(-1).clamp(min=1)
-    return {"load_imbalance": float((load.amax(-1) / mean).max()), "idle_experts": int((load == 0).sum())}
+    imbalance = (load.amax(-1) / load.double().mean(-1).clamp(min=1)).tolist()
+    return {
+        "load_imbalance": max(imbalance),
+        "load_imbalance_by_layer": {str(layer): value for layer, value in enumerate(imbalance)},
+        "idle_experts": int((load == 0).sum()),
+    }
 
 
 def draw(metrics: Metrics, load: Tensor, path: Path) -> None:
-    """A picture of loss, accuracy and expert load (int64 [MoE layers, E], rows routed in the whole run)."""
+    """A picture of the run: loss, accuracy, expert load (int64 [MoE layers, E], rows routed in the whole run), where
+    the time of a step went, speed and memory; alerts are marked."""
     try:
         import matplotlib
     except ImportError:
@@ -144,22 +204,60 @@ def draw(metrics: Metrics, load: Tensor, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    left.plot(*metrics.series("loss"), label="training")
-    left.plot(*metrics.series("eval_loss"), "o-", label="held out")
-    left.set(xlabel="step", ylabel="loss per token", title="Loss")
-    left.legend()
-    middle.plot(*metrics.series("eval_accuracy"), "o-")
-    middle.set(xlabel="step", ylabel="exact answers", ylim=(0, 1), title="Held-out accuracy")
-    if load.numel():
-        share = load.double() / load.double().mean(-1, keepdim=True).clamp(min=1)
-        image = right.imshow(share, aspect="auto", vmin=0)
-        figure.colorbar(image, label="rows, relative to the layer's mean")
-    right.set(xlabel="expert", ylabel="MoE layer", title="Expert load")
+    figure = plot(metrics, load, pyplot)
     partial = path.with_name(path.name + TEMPORARY)
     figure.savefig(partial, format="png", dpi=110)
     pyplot.close(figure)
     os.replace(partial, path)
+
+
+def plot(metrics: Metrics, load: Tensor, pyplot: Any) -> Any:
+    """The figure of `draw`."""
+    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8), layout="constrained")
+    (left, middle, right), (time, speed, memory) = axes
+    left.plot(*metrics.series("loss"), label="training")
+    left.plot(*metrics.series("eval_loss"), "o-", label="held out")
+    left.set(xlabel="step", ylabel="loss per token", title="Loss")
+    middle.plot(*metrics.series("eval_accuracy"), "o-")
+    middle.set(xlabel="step", ylabel="exact answers", ylim=(0, 1), title="Held-out accuracy")
+    if load.numel():
+        share = load.double() / load.double().mean(-1, keepdim=True).clamp(min=1)
+        image = right.imshow(share.numpy(), aspect="auto", vmin=0)
+        figure.colorbar(image, label="rows, relative to the layer's mean")
+    right.set(xlabel="expert", ylabel="MoE layer", title="Expert load")
+    steps, _ = metrics.series("step_s")
+    if steps:
+        time.stackplot(steps, *(metrics.series(f"{part}_s")[1] for part in PARTS), labels=PARTS, alpha=0.6)
+        for part, style in zip(TRAVEL, ("k-", "k:"), strict=True):
+            time.plot(*metrics.series(f"{part}_s"), style, linewidth=1, label=f"{part}, inside of these")
+        time.legend()
+    time.set(xlabel="step", ylabel="seconds", title="Time of a step")
+    speed.plot(*metrics.series("tokens_per_s_per_device"))
+    speed.set(xlabel="step", ylabel="tokens/s per device", title="Speed")
+    used, mfu = metrics.series("mfu")
+    if used:
+        twin = speed.twinx()
+        twin.plot(used, mfu, "C1")
+        twin.set(ylabel="MFU", ylim=(0, 1))
+    for name, label in (("memory_gib", "process with the most"), ("memory_gib_min", "with the least")):
+        memory.plot(*metrics.series(name), label=label)
+    memory.set(xlabel="step", ylabel="GiB, peak so far", title="Memory", ylim=(0, None))
+    memory.legend()
+    mark_alerts(metrics, left, (time, speed, memory))
+    left.legend()
+    return figure
+
+
+def mark_alerts(metrics: Metrics, loss: Any, others: Sequence[Any]) -> None:
+    """A marked point on the curve of the loss for every step with alerts, and a line through the other axes; the first
+    NAMED of them are named."""
+    steps, losses = metrics.series("loss")
+    for number, (step, alerts) in enumerate(zip(*metrics.series("alerts"), strict=True)):
+        # a step that was not finite has no loss: beside the last one
+        height = next((value for at, value in zip(reversed(steps), reversed(losses), strict=True) if at <= step), 0.0)
+        loss.plot([step], [height], "rv", label=f"step {step}: {', '.join(alerts)}" if number < NAMED else None)
+        for axis in others:
+            axis.axvline(step, color="red", linewidth=0.8)
 
 
 CARD = """---
@@ -209,7 +307,7 @@ It was made by
 
 Settings are in `run.yaml`, every step in `metrics.jsonl`.
 
-![loss, accuracy and expert load](training.png)
+![loss, accuracy, expert load, time, speed and memory](training.png)
 """
 
 

@@ -197,6 +197,8 @@ def test_sharded_beside_whole(run: tuple[Path, list[dict]]) -> None:
     for record in records:
         squares = [norm**2 for norm in record["grad_norms"].values()]
         assert sum(squares) ** 0.5 == pytest.approx(record["grad_norm"]) and min(squares) > 0
+        assert record["all_to_all_gb_per_s"] > 0 and record["all_gather_gb_per_s"] > 0
+        assert 0 < record["all_to_all_share"] < 1 and record["memory_by_rank"].keys() == {"0", "1"}
 
 
 def test_groups(run: tuple[Path, list[dict]]) -> None:

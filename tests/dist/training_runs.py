@@ -17,6 +17,8 @@ from processes import PROCESSES, TIMEOUT_S
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from modeling_latentmoe.training.monitor import MEASURED
+
 ROOT = Path(__file__).parents[2]
 # what `accelerate launch --config_file accelerate_configs/fsdp2.yaml` sets (test_accelerate_configs.py)
 FSDP2 = {
@@ -104,8 +106,7 @@ def signal_in_step(step: int, number: signal.Signals, ranks: tuple[int, ...], ra
 def records(output: Path) -> list[dict]:
     """metrics.jsonl, without what depends on the time."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    times = {"tokens_per_s", "tflops", "memory_gib", "experts_moved_s", "experts_exposed_s", "experts_hidden"}
-    return [{name: line[name] for name in line.keys() - times} for line in lines]
+    return [{name: line[name] for name in line.keys() - MEASURED} for line in lines]
 
 
 def tensors(output: Path, checkpoint: str) -> dict[str, torch.Tensor]:

@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from modeling_latentmoe.training import lora
+from modeling_latentmoe.training.alerts import FIGURES
 from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.loading import load_model
+from modeling_latentmoe.training.monitor import MEASURED
 from scripts import lora as script
 
 from .conftest import save_small_model
@@ -41,11 +43,8 @@ def metrics(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-TIMES = ("tokens_per_s", "tflops")
-
-
 def without_times(records: list[dict]) -> list[dict]:
-    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+    return [{name: value for name, value in record.items() if name not in MEASURED} for record in records]
 
 
 def trained(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -93,6 +92,8 @@ def test_a_run_leaves_everything(straight: Path, small: Path) -> None:
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     rates = [r["lr"] for r in steps]
+    # every figure that an alert can be set on; the peak of this device is not known
+    assert all(FIGURES.keys() - {"mfu", "nonfinite"} <= r.keys() and r["memory_by_rank"] for r in steps)
     assert max(rates) <= 3e-3 and rates[-1] < rates[1] and all(r["grad_norm"] > 0 for r in steps)
     settings = yaml.safe_load((straight / "run.yaml").read_text())
     assert settings["max_steps"] == 6 and settings["model"] == str(small)

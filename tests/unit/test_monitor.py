@@ -67,7 +67,11 @@ def test_picture(tmp_path: Path) -> None:
 
 def test_load_figures_are_those_of_the_worst_layer() -> None:
     load = torch.tensor([[4, 4, 4, 4], [8, 4, 4, 0]])
-    assert monitor.load_figures(load) == {"load_imbalance": 2.0, "idle_experts": 1}
+    assert monitor.load_figures(load) == {
+        "load_imbalance": 2.0,
+        "load_imbalance_by_layer": {"0": 1.0, "1": 2.0},
+        "idle_experts": 1,
+    }
     assert monitor.load_figures(torch.zeros(0)) == {"load_imbalance": 0.0, "idle_experts": 0}
 
 

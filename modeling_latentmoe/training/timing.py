@@ -1,0 +1,106 @@
+"""Where the time of a step goes, and how fast bytes travel, on every process.
+
+A part of a step lies between two marks: events of the stream that computes, or the host's clock where there are no
+streams. Marks cost microseconds and wait for nothing; the device is waited for once, at the end of the step.
+
+    data, forward, backward, optimizer    one after the other; optimizer: reducing and clipping gradients, the update
+    all_to_all, all_gather                rows and weights on their way between processes, inside of forward and
+                                          backward: on a stream of their own they overlap with computation
+
+The time of a collective has in it how long the slowest process lets the others wait.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from modeling_latentmoe.training.tiers import Moment
+
+PARTS = ("data", "forward", "backward", "optimizer")
+TRAVEL = ("all_to_all", "all_gather")
+
+
+class Span(NamedTuple):
+    """A part of a step between two marks, and the bytes that left this process in it."""
+
+    part: str
+    nbytes: int
+    start: Any
+    end: Any
+
+
+class Clock:
+    """Times the parts of a step of this process: `begin`, `span` around each part, `finish`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module = torch.get_device_module(device)
+        self.running = False
+        self.spans: list[Span] = []
+
+    def begin(self) -> None:
+        """A step begins; a step that did not end is forgotten."""
+        self.spans, self.running, self.start = [], True, self._mark()
+
+    @contextmanager
+    def span(self, part: str, nbytes: int = 0) -> Iterator[None]:
+        """Count what is launched inside as `part`; between steps, as in an evaluation, nothing is counted."""
+        if not self.running:
+            yield
+            return
+        start = self._mark()
+        yield
+        self.spans.append(Span(part, nbytes, start, self._mark()))
+
+    def finish(self) -> dict[str, float]:
+        """End the step and wait for the device. Seconds of the step and of its parts, and gigabytes that left."""
+        self.running, end = False, self._mark()
+        self.module.synchronize()
+        figures = {"step_s": _seconds(self.start, end)}
+        for part in (*PARTS, *TRAVEL):
+            figures[f"{part}_s"] = sum(_seconds(span.start, span.end) for span in self.spans if span.part == part)
+        for part in TRAVEL:
+            figures[f"{part}_gb"] = sum(span.nbytes for span in self.spans if span.part == part) / 1e9
+        self.spans = []
+        return figures
+
+    def _mark(self) -> Any:
+        if self.device.type == "cpu":
+            moment = Moment()
+            moment.record(None)
+            return moment
+        event = self.module.Event(enable_timing=True)
+        event.record(self.module.current_stream(self.device))
+        return event
+
+
+def device_name(device: torch.device) -> str:
+    """What a device calls itself."""
+    return "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) / 1e3
+
+
+def of_all_processes(figures: dict[str, float], device: torch.device) -> list[dict[str, float]]:
+    """The figures of every process, which have the same names, by rank; one exchange."""
+    mine = torch.tensor(list(figures.values()), dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [dict(zip(figures, values, strict=True)) for values in torch.stack(everyone).tolist()]
+
+
+def split(processes: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of the figures of all processes: mean seconds, share of the step that rows and weights were on their way, and
+    how many gigabytes left a process in a second of that (0 where nothing left)."""
+    means = {name: sum(figures[name] for figures in processes) / len(processes) for name in processes[0]}
+    record = {name: means[name] for name in ("step_s", *(f"{part}_s" for part in (*PARTS, *TRAVEL)))}
+    for part in TRAVEL:
+        seconds = means[f"{part}_s"]
+        record[f"{part}_share"] = seconds / means["step_s"]
+        record[f"{part}_gb_per_s"] = means[f"{part}_gb"] / seconds if seconds else 0.0
+    return record
