@@ -334,7 +334,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     tiers = Tiers(homes, accelerator.device)
     prepare_moments(optimizer)
     clock = timing.Clock(accelerator.device)
-    collectives = Collectives(wrapped, clock, repeats=args.ep > 1 and args.gradient_checkpointing == "full")
+    again = args.ep > 1 and args.gradient_checkpointing == "full"
+    collectives = Collectives(wrapped, clock, recoverable=not (again or args.ep_chunks or args.ep_node_size))
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0, dtype=torch.int64)

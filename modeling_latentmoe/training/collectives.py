@@ -30,12 +30,13 @@ REDUCE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_ten
 class Collectives:
     """What `model`, which is wrapped for all processes, exchanges while this context is open.
 
-    repeats: whether a layer that is computed again exchanges its rows again. Then a process that fell out cannot
-    catch up: where its first forward left an exchange out, the repeated one would get another number of rows.
+    recoverable: whether a process that fell out can catch up. It cannot where a layer that is computed again exchanges
+    its rows again: if its first forward left an exchange out, the repeated one would get another number of rows. Nor
+    where rows travel in parts or by way of other ranks, whose counts say more than one number.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock, repeats: bool = False) -> None:
-        self.model, self.clock, self.repeats = model, clock, repeats
+    def __init__(self, model: nn.Module, clock: Clock, recoverable: bool = True) -> None:
+        self.model, self.clock, self.recoverable = model, clock, recoverable
         # of this micro-batch, by kind
         self.taken: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
@@ -71,11 +72,11 @@ class Collectives:
     def catch_up(self) -> None:
         """The micro-batch begins once more, on this process alone: what it took is left out, the rest it takes.
 
-        Raises OutOfMemoryError where rows are exchanged again, and where FSDP cannot be used again after a failure,
+        Raises OutOfMemoryError where it cannot be, and where FSDP cannot be used again after a failure,
         which needs torch 2.13.
         """
-        if self.repeats:
-            raise torch.OutOfMemoryError("layers that exchange rows again cannot go on after a failure")
+        if not self.recoverable:
+            raise torch.OutOfMemoryError("what travels to experts this way cannot go on after a failure")
         if isinstance(self.model, FSDPModule):
             if not hasattr(self.model, "reset_iter_state"):
                 raise torch.OutOfMemoryError("FSDP of this torch cannot go on after a failure")
@@ -106,10 +107,7 @@ class Collectives:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """`torch.distributed.all_to_all_single`: of counts [ranks, ...], rows first, or of rows, which have sizes.
-
-        Of one with `async_op` only the launch is timed.
-        """
+        """`torch.distributed.all_to_all_single`: of counts [ranks, ...], rows first, or of rows, which have sizes."""
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if input_split_sizes is None:
             return self._counts(output, input, group, rank, ranks)
@@ -120,12 +118,15 @@ class Collectives:
             input_split_sizes, output_split_sizes = sizes
             input = input.new_zeros(sum(input_split_sizes), *input.shape[1:])
             theirs = output.zero_().new_empty(sum(output_split_sizes), *output.shape[1:])
-        return self.take(
+        # the launch counts bytes; with `async_op` time passes until what follows waits
+        end = self.clock.start_span("all_to_all") if async_op else None
+        work = self.take(
             "all_to_all",
             leaving(input, input_split_sizes[rank]),
             theirs,
             lambda: self.exchange(theirs, input, output_split_sizes, input_split_sizes, group, async_op),
         )
+        return UnderWay(work, end) if end else work
 
     def _counts(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None, rank: int, ranks: int) -> None:
         said = bool(self.left_out["all_to_all"])
@@ -144,6 +145,18 @@ class Collectives:
         if self.promised and sent[rank]:
             return self.promised[sent[rank] - 1][::-1]
         return None
+
+
+class UnderWay:
+    """A collective, or None in place of one that was left out; timed until what follows waits for it."""
+
+    def __init__(self, work: dist.Work | None, end: Callable[[], None]) -> None:
+        self.work, self.end = work, end
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.end()
 
 
 def leaving(rows: Tensor, stay: int) -> int:

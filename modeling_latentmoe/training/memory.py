@@ -1,11 +1,6 @@
-"""The memory of a device: what a step needs of it at least, and activations that are kept on the host instead.
-
-Legend: D model width, H K heads and their width in KDA, N heads of attention, L latent width of experts, F their hidden
-        width, E experts, S chosen experts of a token.
-"""
+"""The memory of a device: what a step needs of it at least, and activations that are kept on the host instead."""
 
 import os
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import psutil
@@ -15,15 +10,20 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from modeling_latentmoe.configuration_latentmoe import LINEAR, LatentMoETextConfig
 from modeling_latentmoe.ops import LOGIT_BYTES
+from modeling_latentmoe.training.footprint import (
+    Work,
+    activation_bytes,
+    alike_layers,
+    experts_on_device,
+    gathered_bytes,
+    layer_bytes,
+)
 from modeling_latentmoe.training.launch import Launch
 from modeling_latentmoe.training.layout import shares
-from modeling_latentmoe.training.mesh import expert_layers, is_expert
-from modeling_latentmoe.training.placement import SLOTS, Placement
+from modeling_latentmoe.training.mesh import expert_layers
+from modeling_latentmoe.training.placement import Placement
 
-# tokens between two states that a KDA kernel keeps for its backward pass
-KDA_CHUNK = 64
 # saved tensors below this stay on the device: it takes longer to send for them than they are worth
 SMALLEST_BYTES = 2**16
 GIB = 2**30
@@ -55,16 +55,6 @@ class Estimate(NamedTuple):
         return "\n".join([title, *(f"  {name:30}{value / GIB:9.3f} GiB" for name, value in lines)])
 
 
-class Shape(NamedTuple):
-    """What a token's activations depend on: bytes of a number, ranks that share the experts, which layers are computed
-    again ("none", "full", "selective"), and whether what is kept for the backward pass is kept on the host."""
-
-    itemsize: int
-    ep: int
-    recompute: str
-    offload: bool
-
-
 class Room:
     """What a step needs of every device at least, and whether that is there. `__init__` is a collective, and raises
     ValueError where weights and states alone do not fit.
@@ -84,10 +74,7 @@ class Room:
         copies = Launch(1, world, plugin, accelerator.parallelism_config).copies
         # of the first process: no other one has more
         share = next(shares(model, world, ep, copies))
-        layers = expert_layers(model)
-        out = len(placement.layers & layers.keys())
-        # of the layers that live elsewhere there are two at a time
-        held = share.expert_bytes * (len(layers) - out + min(SLOTS, out)) // max(1, len(layers))
+        held = experts_on_device(self.config, share.expert_bytes, len(placement.layers & expert_layers(model).keys()))
         gathered = gathered_bytes(model) if copies < world else 0
         states = {"adapters": share.gradient_bytes, "gradients": share.gradient_bytes, "moments": share.moment_bytes}
         self.fixed = Estimate(share.dense_bytes, held, **states, last_good=share.gradient_bytes, gathered=gathered)
@@ -97,9 +84,14 @@ class Room:
 
     def needed(self, tokens: int) -> Estimate:
         """For a micro-batch of so many tokens, padding included."""
-        shape = Shape(self.itemsize, self.ep, self.recompute, self.offload)
+        work = Work(tokens, self.ep, self.recompute, width=self.itemsize)
+        if self.offload:
+            layers = alike_layers(self.config, self.config.num_hidden_layers)
+            activations = tokens * int(max(layer_bytes(self.config, layer, work) for layer in layers))
+        else:
+            activations = activation_bytes(self.config, work)
         logits = min(LOGIT_BYTES, 4 * self.config.vocab_size * tokens)
-        return self.fixed._replace(activations=tokens * activation_bytes(self.config, shape), logits=logits)
+        return self.fixed._replace(activations=activations, logits=logits)
 
     def check(self, tokens: int, switches: str) -> str:
         """A table of what is needed for the largest micro-batch of any process, this one's has `tokens`; a collective.
@@ -125,59 +117,6 @@ class Room:
         """How many samples of `length` tokens have room by the estimate, at least 1 and at most `limit`."""
         of_one = self.needed(length).total - self.fixed.total
         return max(1, min(limit, (self.memory - self.fixed.total) // of_one))
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """Of layers that FSDP holds whole at once: two neighbours, and the second one also as it came."""
-    base = model.get_base_model()
-    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-    sizes = [
-        sum(param.nbytes for name, param in unit.named_parameters(prefix="unit") if not is_expert(name))
-        for unit in (base.get_input_embeddings(), *layers, base.get_output_embeddings())
-    ]
-    return max(one + 2 * two for one, two in pairwise(sizes))
-
-
-def activation_bytes(config: LatentMoETextConfig, shape: Shape) -> int:
-    """What the text layers keep of a token for the backward pass, and one layer that is computed again."""
-    whole = [layer_bytes(config, layer, shape) for layer in range(config.num_hidden_layers)]
-    # what enters the layer, and the routing, which is never decided again
-    chosen = 12 * (config.num_experts_per_token or 0)
-    entering = config.hidden_size * shape.itemsize + chosen
-    if shape.recompute == "selective":
-        entering += _rows(config, shape) * config.expert_hidden_size * shape.itemsize
-    if shape.recompute == "none":
-        kept, again = sum(whole), 0
-    else:
-        kept, again = len(whole) * entering, max(whole)
-    return max(whole) if shape.offload else kept + again
-
-
-def _rows(config: LatentMoETextConfig, shape: Shape) -> int:
-    """Rows that come to a rank for a token: one from each rank that has an expert which a token chose."""
-    return min(shape.ep, config.num_experts_per_token or 0) if shape.ep > 1 else 0
-
-
-def layer_bytes(config: LatentMoETextConfig, layer: int, shape: Shape) -> int:
-    """Of one layer and token, without recomputation."""
-    D, size = config.hidden_size, shape.itemsize
-    # the stream after either half, mixed and normed inputs of both
-    numbers = 6 * D
-    if config.layer_types[layer] == LINEAR:
-        H, K = (config.linear_attn_config[name] for name in ("num_heads", "head_dim"))
-        # q, k, v before and after the convolution, decay, gate, output before and after its norm; fp32 states
-        numbers += 10 * H * K
-        extra = 4 * H * K * K // KDA_CHUNK
-    else:
-        N, shared = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
-        numbers += 2 * config.q_lora_rank + 2 * config.kv_lora_rank + 2 * N * shared + 4 * N * config.v_head_dim
-        extra = 4 * N
-    if not config.is_moe_layer(layer):
-        return size * (numbers + 3 * config.intermediate_size) + extra
-    L, F, S = config.expert_hidden_size, config.moe_intermediate_size, config.num_experts_per_token
-    # gate, up and their product, of each chosen expert and the shared ones; latents before and after
-    numbers += 3 * F * (S + (config.num_shared_experts or 0)) + (3 + _rows(config, shape)) * L
-    return size * numbers + extra + 4 * config.num_experts + 12 * S
 
 
 def least_memory(device: torch.device) -> int:

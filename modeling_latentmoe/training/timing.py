@@ -10,7 +10,7 @@ streams. Marks cost microseconds and wait for nothing; the device is waited for 
 The time of a collective has in it how long the slowest process lets the others wait.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,12 +48,16 @@ class Clock:
     @contextmanager
     def span(self, part: str, nbytes: int = 0) -> Iterator[None]:
         """Count what is launched inside as `part`; between steps, as in an evaluation, nothing is counted."""
-        if not self.running:
-            yield
-            return
-        start = self._mark()
+        end = self.start_span(part, nbytes)
         yield
-        self.spans.append(Span(part, nbytes, start, self._mark()))
+        end()
+
+    def start_span(self, part: str, nbytes: int = 0) -> Callable[[], None]:
+        """The same, from here until what is returned is called."""
+        if not self.running:
+            return lambda: None
+        start = self._mark()
+        return lambda: self.spans.append(Span(part, nbytes, start, self._mark()))
 
     def finish(self) -> dict[str, float]:
         """End the step and wait for the device. Seconds of the step and of its parts, and gigabytes that left."""

@@ -117,8 +117,8 @@ def test_what_was_said_before_a_failure_is_kept_to(alone: None) -> None:
 
 
 def test_no_catching_up_where_rows_are_exchanged_again() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="exchange rows again"):
-        Collectives(nn.Linear(1, 1), Clock(CPU), repeats=True).catch_up()
+    with pytest.raises(torch.OutOfMemoryError, match="cannot go on after a failure"):
+        Collectives(nn.Linear(1, 1), Clock(CPU), recoverable=False).catch_up()
 
 
 def test_figures_of_all_processes(alone: None) -> None:
