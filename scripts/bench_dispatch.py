@@ -259,6 +259,8 @@ def bench(argv: Sequence[str]) -> None:
     parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"of an expert (default {HIDDEN})")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps, of which the median counts (default 10)")
     args = parser.parse_args(argv)
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError("start it with torchrun --nproc_per_node 2 scripts/bench_dispatch.py")
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -61,7 +61,7 @@ from modeling_latentmoe.training.loading import (
 )
 from modeling_latentmoe.training.loss import Step, backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
-from modeling_latentmoe.training.micro_batches import MicroBatches
+from modeling_latentmoe.training.micro_batches import MicroBatches, check_device
 from modeling_latentmoe.training.parallelize import parallelize, start_processes, told_failures
 from modeling_latentmoe.training.placement import check_placement, decide, parse_placement
 from modeling_latentmoe.training.prometheus import Textfile
@@ -184,6 +184,11 @@ class Arguments:
             raise ValueError(f"--seed {self.seed} must be at least 0 and below 2**32")
         parse_placement(self.experts_in)
         check_travel(self.travel, self.ep)
+        if self.batch_size == "auto" and not self.recoverable:
+            raise ValueError(
+                "--batch_size auto tries what may not fit, which cannot be undone with --gradient_checkpointing full at "
+                "--ep above 1, --ep_chunks or --ep_node_size: give a number, scripts/plan.py has one"
+            )
         check_alerts(self.alert or (), self.alert_command)
         if self.prometheus and not Path(self.prometheus).resolve().parent.is_dir():
             raise ValueError(f"--prometheus {self.prometheus}: its folder does not exist")
@@ -200,6 +205,12 @@ class Arguments:
             raise ValueError(f"--eval_every {self.eval_every} must be at least 0")
         if self.streaming and self.max_steps is None:
             raise ValueError("--streaming needs --max_steps: the length of a stream is not known")
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether a process whose memory is used up in a step can join the others again, see collectives.py."""
+        again = self.ep > 1 and self.gradient_checkpointing == "full"
+        return not (again or self.ep_chunks or self.ep_node_size)
 
     @property
     def travel(self) -> Travel:
@@ -334,8 +345,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     tiers = Tiers(homes, accelerator.device)
     prepare_moments(optimizer)
     clock = timing.Clock(accelerator.device)
-    again = args.ep > 1 and args.gradient_checkpointing == "full"
-    collectives = Collectives(wrapped, clock, recoverable=not (again or args.ep_chunks or args.ep_node_size))
+    collectives = Collectives(wrapped, clock, args.recoverable)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     step, rows_done, done, load = 0, 0, 0.0, torch.zeros(0, dtype=torch.int64)
@@ -363,7 +373,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         raise ValueError(f"--output_dir {output}: process {rank} does not see it; machines must share its file system")
     loads = monitor.Loads(output, is_main, first_step=step)
     metrics = monitor.Metrics(output, is_main, first_step=step)
-    textfile = Textfile(args.prometheus if is_main else None)
+    textfile = Textfile(args.prometheus if is_main else None, accelerator.print)
     if args.log_with:
         accelerator.init_trackers("latentmoe", config={name: str(value) for name, value in settings.items()})
 
@@ -426,6 +436,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     micro_batches = MicroBatches(attempt, optimizer, balancing, base_config, accelerator.device)
     wrapped.train()
     if args.batch_size == "auto" and resume_from is None:
+        check_device(accelerator.device)
         accelerator.print(room.check(args.max_length, "--max_length"))
         limit = 1024 if rows.total is None else max(1, rows.total // (world * args.gradient_accumulation))
         with collectives:
@@ -469,7 +480,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
                 reduce_expert_gradients(model, mesh)
                 norms = clip_grad_norm(model, mesh, args.max_grad_norm)
             if not math.isfinite(loss + indexer + norms.total):
-                metrics.add(**alerts.watch({"step": step + 1, "nonfinite": 1}))
+                record = alerts.watch({"step": step + 1, "nonfinite": 1})
+                metrics.add(**record)
+                textfile.write(record, [], load, last=True)
                 if is_main:
                     monitor.draw(metrics, load, output / "training.png")
                 what = f"step {step + 1}: loss {loss}, gradient norm {norms.total}, loss of indexers {indexer}"
@@ -485,11 +498,12 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
 
             load = step_load + (load if load.numel() else 0)
             loads.add(step_load)
-            # the only time that the device is waited for without need
+            # waits for the device, so that times are whole
             mine = clock.finish() | monitor.memory_figures(accelerator.device)
             processes = timing.of_all_processes(mine, accelerator.device)
             record = {"step": step, "loss": loss, "grad_norm": norms.total, "grad_norms": norms.targets}
             record |= {"lr": args.lr * factor, "done": done, "dropped": dropped, "auxiliary_loss": auxiliary}
+            record["nonfinite"] = 0
             if args.train_indexer:
                 record["indexer_loss"] = indexer
             record |= timing.split(processes) | monitor.memory_of_all(processes)

@@ -107,15 +107,22 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def run(argv: Sequence[str]) -> None:
     args = arguments(argv)
     if args.calibrate:
+        if not args.calibrate.is_file():
+            raise ValueError(f"--calibrate {args.calibrate} does not exist")
         calibrate(args.calibrate, args.operators)
         return
+    if args.write and not args.write.resolve().parent.is_dir():
+        raise ValueError(f"--write {args.write}: its folder does not exist")
     operators = read_operators(args.operators)
     print(f"PREDICTION from times of operators on one {operators.device}; no layout below was run")
     if args.check:
         check(operators)
         return
     preset = PRESETS.get(args.model)
-    config = preset() if preset else read_config(Path(args.model))
+    try:
+        config = preset() if preset else read_config(Path(args.model))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--model {args.model}: {error}; presets are {', '.join(PRESETS)}") from error
     machine = Machine(args.devices, args.per_machine)
     wish = Wish(machine, args.memory, args.host_memory, args.tokens, args.max_length, args.learned)
     model = build_share(config, torch.bfloat16, Adapter(args.r, args.expert_rank), 0, 1)

@@ -9,8 +9,10 @@ import os
 import re
 import statistics
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from subprocess import DEVNULL
 from typing import Any, NamedTuple
 
 # figures of a step, with what is said of them in the metrics of Prometheus
@@ -122,9 +124,10 @@ class Alerts:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        until = time.monotonic() + self.PATIENCE_S
         for condition, process in self.commands:
             try:
-                process.wait(self.PATIENCE_S)
+                process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self.say(f"--alert_command for {condition} still runs, it is left alone")
         self._report_failures()
@@ -155,10 +158,13 @@ class Alerts:
         self.say(f"alert: {condition} in step {record['step']}, it is {record[condition.figure]:g}")
         if self.command is None:
             return
+        if any(condition == other for other, _ in self.commands):
+            self.say(f"--alert_command for {condition} still runs, it is not started again")
+            return
         environment = {**os.environ, **environment_of(condition, record, self.output_dir)}
         try:
             # a session of its own: Ctrl-C is for the run
-            process = subprocess.Popen(self.command, shell=True, env=environment, start_new_session=True)
+            process = subprocess.Popen(self.command, shell=True, env=environment, start_new_session=True, stdin=DEVNULL)
         except OSError as error:
             self.say(f"--alert_command for {condition} could not be started: {error}")
             return

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from modeling_latentmoe.configuration_latentmoe import INDEXED, LINEAR, LatentMoETextConfig
+from modeling_latentmoe.training.expert_parallel import rows_per_token
 from modeling_latentmoe.training.layout import Share
 from modeling_latentmoe.training.mesh import is_expert
 from modeling_latentmoe.training.placement import SLOTS
@@ -115,9 +116,7 @@ def moe_layers(config: LatentMoETextConfig) -> int:
 def ranks_of_token(config: LatentMoETextConfig, ep: int) -> float:
     """How many of `ep` processes hold an expert that a token chose, on average: so often its row travels."""
     experts, chosen = config.num_experts or 0, config.num_experts_per_token or 0
-    if ep == 1 or not experts:
-        return 1.0
-    return ep * (1 - math.comb(experts - experts // ep, chosen) / math.comb(experts, chosen))
+    return rows_per_token(experts, chosen, ep) if experts else 1.0
 
 
 def activation_bytes(config: LatentMoETextConfig, work: Work) -> int:
@@ -226,6 +225,7 @@ def passing_bytes(config: LatentMoETextConfig, work: Work) -> int:
         travelling = 16 * ranks * latent if work.ep > 1 else 0.0
         token = max(token, backward, travelling)
         if work.packed and work.tokens * chosen * work.ep >= DECODED_ROWS * config.num_experts:
-            fixed = DECODED_BYTES
+            held = -(-config.num_experts // work.ep) * 3 * latent * hidden * width
+            fixed = min(DECODED_BYTES, held)
     logits = 4 * routed * (config.num_experts or 0)
     return int(max(work.tokens * token + fixed, work.tokens * logits, LOSS_BYTES))

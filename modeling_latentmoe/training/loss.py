@@ -139,7 +139,8 @@ def backpropagate(
     if failures:
         return Step(float("nan"), torch.zeros(0, dtype=torch.int64), out_of_memory=int(failures))
     if copied:
-        average_gradients(model)
+        with clock.span("optimizer"):
+            average_gradients(model)
     if not loads:
         return Step(loss / n_tokens, torch.zeros(0, dtype=torch.int64), indexer=indexer / n_read)
     load = accelerator.reduce(torch.stack(loads).sum(0), reduction="sum").cpu()

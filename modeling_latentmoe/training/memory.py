@@ -1,5 +1,6 @@
 """The memory of a device: what a step needs of it at least, and activations that are kept on the host instead."""
 
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -133,10 +134,14 @@ def least_memory(device: torch.device) -> int:
 def offload_activations(model: nn.Module) -> None:
     """Keep what `model` computes for the backward pass in host memory, pinned where there is an accelerator.
 
-    Copies are launched on the stream that computes: the host waits for none, and computation for each. Weights stay.
+    Copies are launched on the stream that computes: the host waits for none, and computation for each. Weights stay. What
+    several operations keep is copied for each, and torch's pinned memory comes in powers of two: the host needs more than
+    the device is spared.
     """
     forward = model.forward
 
+    # `generate` looks at the signature
+    @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         with saved_tensors_hooks(_to_host, _to_device):
             return forward(*args, **kwargs)

@@ -75,6 +75,12 @@ class MicroBatches:
             self.balancing.forget()
 
 
+def check_device(device: torch.device) -> None:
+    """ValueError where trying does not tell: a machine whose memory is used up slows down or ends processes."""
+    if device.type == "cpu":
+        raise ValueError("--batch_size auto needs an accelerator: on a CPU give a number")
+
+
 def largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest number up to `most` that fits, to an eighth, by trying; ValueError if 1 does not fit.
 

@@ -100,8 +100,9 @@ def told_failures() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        what = str(error).splitlines()[0][:200]
         raise OSError(
-            "the accelerator's memory is used up: lower --batch_size or --max_length, set --gradient_checkpointing "
+            f"the accelerator's memory is used up ({what}): lower --batch_size or --max_length, set --gradient_checkpointing "
             "full or --experts_in auto, or use more devices; --resume continues from the newest checkpoint"
         ) from error
     except RuntimeError as error:

@@ -104,7 +104,7 @@ def plan(model: PeftModel, operators: Operators, wish: Wish) -> list[Layout]:
         )
     root, layers = unit_bytes(model)
     found = [timed(model.config.get_text_config(), operators, wish, root, layers, place) for place in fitting]
-    return sorted(found, key=lambda layout: (layout.step.total, layout.footprint.total, layout[:8]))
+    return sorted(found, key=lambda layout: (layout.step.total, not layout.packed, layout.footprint.total, layout[:8]))
 
 
 def all_places(model: PeftModel, wish: Wish) -> Iterator[Place]:

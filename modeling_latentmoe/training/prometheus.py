@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,24 @@ Samples = Sequence[tuple[Mapping[str, str], float]]
 
 
 class Textfile:
-    """Writes the figures of a step to `path`, at most every INTERVAL_S seconds; does nothing without a path."""
+    """Writes the figures of a step to `path`, at most every INTERVAL_S seconds; does nothing without a path.
+
+    ValueError where nothing can be written there at the start; later that is said once by `say`, and the run goes on.
+    """
 
     INTERVAL_S = 5.0
 
-    def __init__(self, path: str | None) -> None:
-        self.path, self.written = path and Path(path), -self.INTERVAL_S
+    def __init__(self, path: str | None, say: Callable[[str], Any]) -> None:
+        self.path, self.say, self.written = path and Path(path), say, -self.INTERVAL_S
+        if self.path is None:
+            return
+        try:
+            if self.path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            self._partial.touch()
+            self._partial.unlink()
+        except OSError as error:
+            raise ValueError(f"--prometheus {path} cannot be written: {error}") from error
 
     def write(
         self, record: Mapping[str, Any], processes: Sequence[Mapping[str, float]], load_ME: Tensor, last: bool = False
@@ -37,9 +49,16 @@ class Textfile:
         if self.path is None or (not last and time.monotonic() - self.written < self.INTERVAL_S):
             return
         self.written = time.monotonic()
-        partial = self.path.with_name(self.path.name + TEMPORARY)
-        partial.write_text(metrics_text(record, processes, load_ME))
-        os.replace(partial, self.path)
+        try:
+            self._partial.write_text(metrics_text(record, processes, load_ME))
+            os.replace(self._partial, self.path)
+        except OSError as error:
+            self.say(f"--prometheus {self.path} can no longer be written, the run goes on without it: {error}")
+            self.path = None
+
+    @property
+    def _partial(self) -> Path:
+        return self.path.with_name(self.path.name + TEMPORARY)
 
 
 def metrics_text(record: Mapping[str, Any], processes: Sequence[Mapping[str, float]], load_ME: Tensor) -> str:

@@ -65,11 +65,19 @@ class Clock:
         self.module.synchronize()
         figures = {"step_s": _seconds(self.start, end)}
         for part in (*PARTS, *TRAVEL):
-            figures[f"{part}_s"] = sum(_seconds(span.start, span.end) for span in self.spans if span.part == part)
+            figures[f"{part}_s"] = self._covered([span for span in self.spans if span.part == part])
         for part in TRAVEL:
             figures[f"{part}_gb"] = sum(span.nbytes for span in self.spans if span.part == part) / 1e9
         self.spans = []
         return figures
+
+    def _covered(self, spans: Sequence[Span]) -> float:
+        """Seconds in which at least one of the spans was open."""
+        covered, reached = 0.0, 0.0
+        for start, end in sorted((_seconds(self.start, s.start), _seconds(self.start, s.end)) for s in spans):
+            covered += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        return covered
 
     def _mark(self) -> Any:
         if self.device.type == "cpu":
