@@ -313,7 +313,7 @@ def parallel(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if os.environ.get("WORLD_SIZE") != str(args.ep):
         raise ValueError(f"--ep {args.ep}: start it with torchrun --nproc_per_node {args.ep} scripts/bench_step.py")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group(dist.get_default_backend_for_device("cuda"))
     launch = ["torchrun", "--nproc_per_node", str(args.ep), "scripts/bench_step.py", *argv]
     rows = parallel_rows(args.tokens, build_mesh(args.ep, args.ep, "cuda"))
     if dist.get_rank() == 0:

@@ -186,8 +186,8 @@ class Arguments:
         check_travel(self.travel, self.ep)
         if self.batch_size == "auto" and not self.recoverable:
             raise ValueError(
-                "--batch_size auto tries what may not fit, which cannot be undone with --gradient_checkpointing full at "
-                "--ep above 1, --ep_chunks or --ep_node_size: give a number, scripts/plan.py has one"
+                "--batch_size auto tries what may not fit, which cannot be undone with --gradient_checkpointing full "
+                "at --ep above 1, --ep_chunks or --ep_node_size: give a number, scripts/plan.py has one"
             )
         check_alerts(self.alert or (), self.alert_command)
         if self.prometheus and not Path(self.prometheus).resolve().parent.is_dir():

@@ -7,7 +7,6 @@ it, and the layers that FSDP gathers for a moment. Experts count as evenly chose
 Legend: D model width, N heads in attention, V width of their values, Q query latent.
 """
 
-import math
 from collections import Counter
 from typing import NamedTuple
 

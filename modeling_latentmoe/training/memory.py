@@ -134,9 +134,9 @@ def least_memory(device: torch.device) -> int:
 def offload_activations(model: nn.Module) -> None:
     """Keep what `model` computes for the backward pass in host memory, pinned where there is an accelerator.
 
-    Copies are launched on the stream that computes: the host waits for none, and computation for each. Weights stay. What
-    several operations keep is copied for each, and torch's pinned memory comes in powers of two: the host needs more than
-    the device is spared.
+    Copies are launched on the stream that computes: the host waits for none, and computation for each. Weights stay.
+    What several operations keep is copied for each, and torch's pinned memory comes in powers of two: the host needs
+    more than the device is spared.
     """
     forward = model.forward
 

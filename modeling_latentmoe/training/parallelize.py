@@ -102,8 +102,9 @@ def told_failures() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         what = str(error).splitlines()[0][:200]
         raise OSError(
-            f"the accelerator's memory is used up ({what}): lower --batch_size or --max_length, set --gradient_checkpointing "
-            "full or --experts_in auto, or use more devices; --resume continues from the newest checkpoint"
+            f"the accelerator's memory is used up ({what}): lower --batch_size or --max_length, set "
+            "--gradient_checkpointing full or --experts_in auto, or use more devices; --resume continues from the "
+            "newest checkpoint"
         ) from error
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):

@@ -211,7 +211,7 @@ def close(ours: Tensor, theirs: Tensor, limit: float) -> bool:
 
 @pytest.mark.parametrize(
     ("world", "ep"),
-    [(4, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((2, 2), (4, 4), (4, 1), (2, 1)))],
+    [(2, 2), *(pytest.param(*layout, marks=pytest.mark.slow) for layout in ((4, 2), (4, 4), (4, 1), (2, 1)))],
 )
 def test_shares_compute_what_one_process_does(tmp_path: Path, reference: dict, world: int, ep: int) -> None:
     """Public reports 33, 41, 44, 45, 56, 60: logits, loss, gradients of adapters and router, global norm and expert

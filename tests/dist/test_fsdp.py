@@ -94,6 +94,7 @@ def first_step(rank: int, world: int, folder: str, rank_0_loads: str) -> dict:
     return {"loss": loss.item(), "norm": float(norm), "digest": digest}
 
 
+@pytest.mark.slow
 def test_first_step_does_not_depend_on_who_reads_the_weights(tiny: Path, tmp_path: Path) -> None:
     """Public report 20: with and without Accelerate's loading by the first process (which scripts/lora.py refuses)."""
     every, first = (spawn(tmp_path / flag, 2, first_step, str(tiny), flag)[0] for flag in ("false", "true"))

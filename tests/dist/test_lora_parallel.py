@@ -83,6 +83,7 @@ def single(tiny: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return output
 
 
+@pytest.mark.slow
 def test_a_resumed_layout_may_be_another(tiny: Path, rows: Path, single: Path, tmp_path: Path) -> None:
     """Public reports 36, 41, 44, 45, 56, 90, 92, 103: FSDP2 x EP 2 with a checkpoint, from which EP 2 alone, and one
     process alone, continue; all end where one process that was never interrupted does."""
@@ -256,6 +257,7 @@ def test_four_shares_become_two_and_one(tiny: Path, rows: Path, single: Path, tm
         same_run(other, single)
 
 
+@pytest.mark.slow
 def test_evaluation_ends_together(tiny: Path, rows: Path, tmp_path: Path) -> None:
     """Three held-out rows in batches of one: the second process has one batch less, and no picture in it, but the first
     one needs its experts and shards for loss and answers. What is counted is what one process counts; and the weights
@@ -297,6 +299,7 @@ def test_a_folder_that_not_all_see_is_refused(tiny: Path, rows: Path, tmp_path: 
     assert not list(tmp_path.glob("machines/*/out/checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_router_biases_stay_with_the_adapter(tiny: Path, rows: Path, tmp_path: Path) -> None:
     """Learned by Quantile Balancing on two processes, kept by a run that starts from that adapter and does not balance,
     and by its continuation, for which the first adapter is no longer needed."""

@@ -89,7 +89,11 @@ def test_text_beside_pictures(straight: Path, folder: Path) -> None:
     assert len(factors) == 2 and all(value.any() for value in factors)
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, (1,)), (signal.SIGTERM, (0, 1))], ids=["ctrl-c", "term"])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [(signal.SIGINT, (1,)), pytest.param(signal.SIGTERM, (0, 1), marks=pytest.mark.slow)],
+    ids=["ctrl-c", "term"],
+)
 def test_a_signal_saves_and_resume_goes_on(
     number: signal.Signals, ranks: tuple[int, ...], tiny: Path, folder: Path, straight: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def succeeded(processes: list[Ended]) -> str:
     return processes[0].out
 
 
+@pytest.mark.slow
 def test_the_same_run_wherever_the_experts_are(tiny: Path, tmp_path: Path) -> None:
     """In host memory; and in their files from the second checkpoint on, recomputed."""
     rows = tmp_path / "rows.jsonl"

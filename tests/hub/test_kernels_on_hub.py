@@ -70,6 +70,7 @@ def test_get_kernel(
     assert fresh_process(AS_ON_CUDA + GET, env=env).split()[-1] == name
 
 
+@pytest.mark.slow
 def test_the_models_own_loader(
     hub: LoopbackHub, push: Callable, hub_env: dict[str, str], fresh_process: Callable[..., str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_models_own_loader(
     fresh_process(AS_ON_CUDA + OWN_LOADER + CACHED, env={**env, "HF_HUB_OFFLINE": "1"}, package=True)
 
 
+@pytest.mark.slow
 def test_what_is_not_on_the_hub_is_an_error(hub_env: dict[str, str], fresh_process: Callable[..., str]) -> None:
     code = """
 try:

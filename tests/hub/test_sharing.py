@@ -107,6 +107,7 @@ def shared_model(tiny: Path, hub_env: dict[str, str], fresh_process: Callable[..
     return hub_env
 
 
+@pytest.mark.slow
 def test_model_and_adapter(
     hub: LoopbackHub,
     shared_model: dict[str, str],

@@ -29,7 +29,7 @@ def check(model_options: dict, batch: dict[str, torch.Tensor], dtype: torch.dtyp
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests below run on the GPU")
 @pytest.mark.parametrize(
-    "layout", ["packed", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("one row", "padded"))]
+    "layout", [pytest.param(layout, marks=pytest.mark.slow) for layout in ("packed", "one row", "padded")]
 )
 def test_in_the_interpreter(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_loading, "DEVICES", ("cpu",))

@@ -119,6 +119,7 @@ for choice in ("auto", "hub"):
     assert printed.count(str(target)) >= 2
 
 
+@pytest.mark.slow
 def test_two_versions_in_one_process(tmp_path: Path, fresh_process: Callable[..., str]) -> None:
     """Each keeps its own operators; a second copy of the same one is harmless."""
     folders = {"first": write_toy(tmp_path / "first", factor=3), "second": write_toy(tmp_path / "second", factor=5)}

@@ -126,6 +126,7 @@ def test_the_launcher_tells_every_process(tmp_path: Path, monkeypatch: pytest.Mo
         assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in env and "ACCELERATE_USE_PARALLELISM_CONFIG" not in env
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_several_machines_are_one_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """multi_node.yaml with the switches that its comment gives, as two machines of two processes on this one."""

@@ -65,6 +65,8 @@ def test_the_command_finds_the_alert_and_may_fail(tmp_path: Path) -> None:
     with alerts:
         for step, dropped in enumerate([3, 3, 0, 5], start=1):
             alerts.watch(record(step, dropped=dropped))
+            for _, process in alerts.commands:
+                process.wait()
     assert sorted((tmp_path / "told").read_text().splitlines()) == [
         "dropped>2 dropped 3 2.0 1",
         "dropped>2 dropped 5 2.0 4",
@@ -81,8 +83,10 @@ def test_a_command_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pyte
     alerts, said = watching(tmp_path, "dropped>2", command="sleep 2")
     began = time.monotonic()
     with alerts:
-        alerts.watch(record(1, dropped=3))
+        for step, dropped in enumerate([3, 0, 3], start=1):
+            alerts.watch(record(step, dropped=dropped))
     assert time.monotonic() - began < 1.5 and "still runs, it is left alone" in said[-1]
+    assert "--alert_command for dropped>2 still runs, it is not started again" in said
 
 
 def test_alerts_are_marked_in_the_picture(tmp_path: Path) -> None:
@@ -132,7 +136,7 @@ def test_prometheus_text(tmp_path: Path) -> None:
 
 
 def test_prometheus_file_is_replaced_now_and_then(tmp_path: Path) -> None:
-    textfile = prometheus.Textfile(str(tmp_path / "run.prom"))
+    textfile = prometheus.Textfile(str(tmp_path / "run.prom"), print)
     load = torch.zeros(0)
     textfile.write(record(1), [], load)
     textfile.write(record(2), [], load)
@@ -140,4 +144,18 @@ def test_prometheus_file_is_replaced_now_and_then(tmp_path: Path) -> None:
     textfile.write(record(3), [], load, last=True)
     assert "latentmoe_step 3\n" in (tmp_path / "run.prom").read_text()
     assert [file.name for file in tmp_path.iterdir()] == ["run.prom"]
-    prometheus.Textfile(None).write(record(1), [], load, last=True)
+    prometheus.Textfile(None, print).write(record(1), [], load, last=True)
+
+
+def test_a_prometheus_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """At the start it is an error that names the switch, later it is said once and the run goes on."""
+    for path in (tmp_path, tmp_path / "absent" / "run.prom"):
+        with pytest.raises(ValueError, match=f"--prometheus {re.escape(str(path))} cannot be written"):
+            prometheus.Textfile(str(path), print)
+    folder, said = tmp_path / "folder", []
+    folder.mkdir()
+    textfile = prometheus.Textfile(str(folder / "run.prom"), said.append)
+    folder.rmdir()
+    for step in (1, 2):
+        textfile.write(record(step), [], torch.zeros(0), last=True)
+    assert len(said) == 1 and "can no longer be written, the run goes on without it" in said[0]

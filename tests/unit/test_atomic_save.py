@@ -136,6 +136,7 @@ def test_other_files_and_other_weights_in_the_folder_are_left_alone(models, tmp_
     assert same(dict(main.state_dict()), dict(models[1].state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SHARDED, pytest.param(WHOLE, marks=pytest.mark.slow)])
 def test_full_disk_is_one_error_and_changes_nothing(models, tmp_path, size, fresh_process):
     """The limit on the size of a file stands for the end of the disk: a write fails in its middle."""

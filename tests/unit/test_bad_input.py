@@ -85,6 +85,7 @@ def jsonl(folder: Path, *rows: dict) -> str:
         (["--warmup", "1"], "--warmup 1.0 must be a share"),
         (["--warmup", "-0.1"], "--warmup -0.1 must be a share"),
         (["--weight_decay", "-1"], "--weight_decay -1.0 must be at least 0"),
+        (["--batch_size", "auto", "--ep", "8", "--ep_chunks", "2"], "--batch_size auto tries what may not fit"),
         (["--batch_size", "many"], "--batch_size many must be a number or auto"),
         (["--alert", "imbalance>4"], "--alert 'imbalance>4' must be FIGURE>NUMBER or FIGURE<NUMBER"),
         (["--alert", "loss>9", "--alert", "loss"], "--alert 'loss' must be FIGURE>NUMBER"),
@@ -182,6 +183,7 @@ def test_placeholders_that_do_not_match(failing: Failing, tmp_path: Path) -> Non
     assert "rows.jsonl, row 0: `messages` has 2 image placeholders but `images` holds 1" in message
 
 
+@pytest.mark.slow
 def test_unreadable_image(failing: Failing, tmp_path: Path, small: Path, capsys) -> None:
     rows = [{"images": [name], "messages": CHAT} for name in ("a.png", "b.png", "no.png")]
     data = jsonl(tmp_path / "d", *rows)
@@ -192,6 +194,7 @@ def test_unreadable_image(failing: Failing, tmp_path: Path, small: Path, capsys)
     assert "1 unreadable image" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_samples_over_the_limit(failing: Failing, tmp_path: Path, small: Path, capsys) -> None:
     rows = [{"messages": [CHAT[0], {"role": "assistant", "content": "3" * n}]} for n in (1, 1, 300)]
     data = jsonl(tmp_path / "d", *rows)
@@ -265,6 +268,7 @@ def test_loss_that_is_not_finite_keeps_the_last_good_adapter(
     assert not all(torch.equal(a, b) for a, b in zip(factors, kept[1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     ["state.pt", *(pytest.param(f"trained/{name}", marks=pytest.mark.slow) for name in ("__0_0.distcp", ".metadata"))],

@@ -36,7 +36,7 @@ def factors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_initial_values_do_not_depend_on_the_degree(degree: int) -> None:
     """Dense adapters too, which PEFT draws from the global random state."""
     whole = factors(adapted(0, 1))
@@ -79,6 +79,7 @@ def test_layout_of_a_share(name: str) -> None:
     assert torch.equal(merge_factor(name, shares, 2), whole)
 
 
+@pytest.mark.slow
 def test_a_file_is_loaded_by_shares() -> None:
     """Public report 92: an adapter made at one degree goes onto another; every share has its experts' values."""
     whole = adapted(0, 1)

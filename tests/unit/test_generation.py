@@ -66,6 +66,7 @@ def test_left_padding_with_pieces(kinds):
         close(logits[1], alone[1])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_long_generation_equals_the_full_forward():
     """300 tokens past cache growth, unequal left-padded prompts; the generated text is the greedy one."""

@@ -26,12 +26,12 @@ ADAPTER = Adapter(r=4, expert_rank=2)
         (2, 1, 1, [1]),
         (2, 2, 1, [0, 1]),
         (4, 2, 1, range(4)),
-        (8, 8, 1, range(8)),
+        pytest.param(8, 8, 1, range(8), marks=pytest.mark.slow),
         # two copies of the dense weights, of four shards each
-        (8, 4, 2, [0, 3, 4, 7]),
+        pytest.param(8, 4, 2, [0, 3, 4, 7], marks=pytest.mark.slow),
         # no shards, as under DDP
         (4, 4, 4, [3]),
-        (128, 16, 1, [0, 70, 127]),
+        pytest.param(128, 16, 1, [0, 70, 127], marks=pytest.mark.slow),
     ],
 )
 def test_torch_holds_what_is_computed(world: int, ep: int, copies: int, ranks: list[int]) -> None:

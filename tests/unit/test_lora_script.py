@@ -123,6 +123,7 @@ def test_resume_is_exact(straight: Path, small: Path, tmp_path: Path) -> None:
     assert {path.name for path in output.iterdir()} == {path.name for path in straight.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_new_run_from_an_adapter(straight: Path, small: Path, tmp_path: Path) -> None:
     """Public report 91: the factors are those of the adapter; moments, step, rates and data order are a new run's."""
     more = ["--max_steps", "6", "--save_every", "1", "--keep", "9", "--gradient_accumulation", "2"]
@@ -225,6 +226,7 @@ def start(arguments: list[str], launcher: list[str], cwd: Path) -> subprocess.Po
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_resume_goes_on(small: Path, tmp_path: Path) -> None:
     """Interrupted anywhere and resumed, a run ends exactly where the uninterrupted one does."""
     steps = ["--max_steps", "16", "--save_every", "100"]

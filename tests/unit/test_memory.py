@@ -1,5 +1,6 @@
 """What a step needs of a device, against the tensors that there are; smaller micro-batches; activations on the host."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,11 @@ def test_a_run_that_cannot_fit_is_refused(
     assert "error: a step needs at least 0.0" in capsys.readouterr().err
 
 
+def test_a_cpu_cannot_tell_what_fits() -> None:
+    with pytest.raises(ValueError, match="--batch_size auto needs an accelerator"):
+        micro_batches.check_device(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("most", [1, 2, 7, 64, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.77, 1.0])
 def test_the_largest_that_fits(most: int, share: float) -> None:
@@ -216,7 +222,10 @@ def test_activations_on_the_host_change_nothing(recompute: bool, monkeypatch: py
 
     monkeypatch.setattr(memory, "_to_host", watched)
     monkeypatch.setattr(memory, "SMALLEST_BYTES", 1024)
+    forward = inspect.signature(model.get_base_model().forward)
     memory.offload_activations(model.get_base_model())
+    # `generate` reads it
+    assert inspect.signature(model.get_base_model().forward) == forward
     found = gradients(model, batch)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     layers = model.config.text_config.num_hidden_layers

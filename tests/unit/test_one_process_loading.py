@@ -67,6 +67,7 @@ def run(model: LatentMoEForConditionalGeneration) -> torch.Tensor:
     return model.eval()(input_ids=IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
@@ -89,6 +90,7 @@ def test_auto_is_the_same_model(large: Path, logits: torch.Tensor) -> None:
     assert torch.equal(run(model), logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ["40MB", "120MB"])
 def test_what_does_not_fit_runs_from_disk(large: Path, logits: torch.Tensor, tmp_path: Path, room: str) -> None:
     """Every weight comes back from disk for the forward, also those that are used outside of their own layer."""

@@ -102,6 +102,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_loads_by_remote_code_alone(source, out, fresh_process: Callable[..., str]):
     """In a process without the package, by every Auto class; the logits are those of the package on the snapshot."""
     seen = json.loads(fresh_process(LOAD, env={"OUT": str(out)}).splitlines()[-1])

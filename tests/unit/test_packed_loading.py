@@ -121,6 +121,7 @@ def test_save_gives_back_the_released_names_and_bytes(checkpoint, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.slow
 def test_loads_trains_and_saves_without_any_optional_package(checkpoint, tmp_path, fresh_process):
     code = f"""
 import sys, torch
@@ -499,6 +500,7 @@ importlib.util.find_spec = lambda name, package=None: None if name == "kernels" 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["installed", "absent"])
 def test_trains_with_and_without_the_kernels_package(fresh_process, tiny: Path, kernels: str) -> None:
     """Public report 16: with `kernels` installed, an MXFP4 model was said not to support training."""

@@ -289,6 +289,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_pipeline_answers_as_generate(fresh_process: Callable[..., str]) -> None:
     fresh_process(PIPELINE.format(folder=str(TINY)))
 

@@ -282,6 +282,7 @@ assert codes == [0] * 4, codes
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_four_ranks_start_together_with_empty_caches(
     server: RangeServer, tmp_path: Path, local: bool, fresh_process: Callable[..., str]

@@ -110,7 +110,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("packed", [True, False], ids=["mxfp4", "float"])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["mxfp4", "float"])
 def test_training_is_the_same_to_the_bit(packed: bool, recompute: str) -> None:
     """Two steps with an evaluation between them; some layers stay on the device."""
     resident, tiered = (model_of(packed, recompute) for _ in range(2))

@@ -43,6 +43,24 @@ def test_sleeps_are_found_again() -> None:
     assert figures["all_to_all_gb"] == 0.003 and figures["all_gather_gb"] == 0
 
 
+def test_exchanges_that_overlap_count_once() -> None:
+    """Two under way at once, one of them inside of the other, and a third after a pause."""
+    clock = Clock(CPU)
+    clock.begin()
+    first = clock.start_span("all_to_all", 10**6)
+    second = clock.start_span("all_to_all", 10**6)
+    time.sleep(0.02)
+    second()
+    time.sleep(0.02)
+    first()
+    time.sleep(0.05)
+    with clock.span("all_to_all"):
+        time.sleep(0.01)
+    figures = clock.finish()
+    assert 0.05 <= figures["all_to_all_s"] <= figures["step_s"] - 0.05
+    assert figures["all_to_all_gb"] == 0.002
+
+
 def test_a_step_that_did_not_end_is_forgotten() -> None:
     clock = Clock(CPU)
     clock.begin()

@@ -157,7 +157,7 @@ def test_lengths_in_fp32(agrees, device, T):
     agrees(inputs(T, 2 - T % 2, 16, 32, torch.float32, device, B=B), lower_bound=-5.0)
 
 
-@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("T", [*LENGTHS[:-1], pytest.param(LENGTHS[-1], marks=pytest.mark.slow)])
 def test_lengths_in_half_precision(agrees, device, T):
     B = 2 - T % 2
     agrees(inputs(T, 1 + T % 2, 32, 16, torch.float16, device, B=B), lower_bound=-5.0)
