@@ -57,7 +57,7 @@ def wrapped(rank: int, world: int, folder: str, lora: bool) -> tuple[Counter, di
     return units, expected
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["plain", "peft"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "peft"])
 def test_wraps_layers_and_blocks(lora: bool, tiny: Path, tmp_path: Path) -> None:
     """Public report 21: every decoder layer and vision block of the remote class is a unit, inside PEFT too."""
     ((units, expected),) = spawn(tmp_path / "world", 1, wrapped, str(tiny), lora)

@@ -214,6 +214,7 @@ def differentiate(folder: str, rank: int) -> None:
     lora.backpropagate, lora.reduce_expert_gradients = remembering, differentiating
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["experts.gate_up_proj", pytest.param("experts.down_proj", marks=pytest.mark.slow)])
 def test_one_stack_of_experts_alone(target: str, tiny: Path, rows: Path, tmp_path: Path) -> None:
     """Public report 39: with either stack alone, EP 2, gradients are what finite differences say, and the norm of this

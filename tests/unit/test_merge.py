@@ -234,7 +234,7 @@ def uneven(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("experts", ["mxfp4", "bf16"])
+@pytest.mark.parametrize("experts", ["mxfp4", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_experts_that_split_unevenly_over_shards(uneven, tmp_path, experts):
     """Report 25: the number of experts is never taken from one shard; a pair may even lie in two."""
     make_adapter(uneven, tmp_path / "adapter", std=0.5, target_modules=["experts.gate_up_proj", "experts.down_proj"])
@@ -255,6 +255,7 @@ def test_experts_that_split_unevenly_over_shards(uneven, tmp_path, experts):
     load(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -318,6 +318,7 @@ for kind, tokenizer in (("tiny", "TokenizersBackend"), ("released", "LatentMoETo
 """
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_by_remote_code_alone(tmp_path: Path, fresh_process: Callable[..., str]) -> None:
     limited = LatentMoEImageProcessor({**KIMI_K3_MEDIA_PROC_CFG, "in_patch_limit": 60})
     messages = [{"role": "user", "content": "<picture>what?"}, {"role": "assistant", "content": "red"}]

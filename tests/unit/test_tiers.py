@@ -109,7 +109,7 @@ def logits(model: nn.Module) -> Tensor:
 # --- the same bits
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full", "selective"])
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["mxfp4", "float"])
 def test_training_is_the_same_to_the_bit(packed: bool, recompute: str) -> None:
     """Two steps with an evaluation between them; some layers stay on the device."""

@@ -26,6 +26,13 @@ HEAD_AXIS = {"A_log": 0, "dt_bias": 0, "initial_state": 1, "final": 1, "dfinal":
 EXACT = 2e-5
 BF16_ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 LENGTHS = [1, 2, 3, 15, 63, 64, 65, 130]
+
+
+def lengths(*fast: int) -> list:
+    """All of them, of which the others take minutes together."""
+    return [T if T in fast else pytest.param(T, marks=pytest.mark.slow) for T in LENGTHS]
+
+
 # Interpreted, gates without one reference take seconds each.
 SLOW_BOUNDS = [-5.0, pytest.param(-8.0, marks=pytest.mark.slow), None]
 BOUNDS = [-5.0, -8.0, None]
@@ -151,13 +158,13 @@ def test_chunked_definition(within, lower_bound):
         within(name, x, truth[name], 1e-13)
 
 
-@pytest.mark.parametrize("T", [*LENGTHS[:-1], pytest.param(LENGTHS[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("T", lengths(1, 63, 65))
 def test_lengths_in_fp32(agrees, device, T):
     B = 1 + T % 2
     agrees(inputs(T, 2 - T % 2, 16, 32, torch.float32, device, B=B), lower_bound=-5.0)
 
 
-@pytest.mark.parametrize("T", [*LENGTHS[:-1], pytest.param(LENGTHS[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("T", lengths(3, 65))
 def test_lengths_in_half_precision(agrees, device, T):
     B = 2 - T % 2
     agrees(inputs(T, 1 + T % 2, 32, 16, torch.float16, device, B=B), lower_bound=-5.0)
@@ -193,7 +200,7 @@ def test_special_keys(agrees, device, keys):
     agrees(keys(inputs(66, 1, 32, 32, torch.float16, device)), lower_bound=-5.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bounds", [[0, 5, 5, 8, 8], [0, 0, 1, 66, 67, 67]])
 def test_packed_documents(agrees, device, bounds, dtype):
     """Empty documents, documents of one token, and public report 74: borders that occur twice."""
@@ -268,7 +275,7 @@ def poisoned(given, **options):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_every_result_is_written(device, dtype):
     cu_seqlens = torch.tensor([0, 0, 1, 66, 67, 67], device=device)
     given = inputs(67, 1, 16, 32, dtype, device, documents=5)

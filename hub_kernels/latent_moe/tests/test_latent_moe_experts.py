@@ -142,7 +142,7 @@ def test_contraction_order(device):
     assert y[1, :6].tolist() == [0, 4, 8, 12, 16, 20] and y[1, 32] == 32 and y[1, 8] == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES[1:])], ids=str)
 @pytest.mark.parametrize("packed", [True, False])
 def test_values_and_gradients(packed, dtype, device):
     check(Case((0, 1, 15, 16, 17), 96, 32, dtype, device, packed, rank=3))
