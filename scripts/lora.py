@@ -258,6 +258,8 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     accelerator = start_processes(args.output_dir, args.log_with, args.timeout)
     rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     check_choice(args.kernels, accelerator.device, DTYPES[args.dtype])
+    if args.batch_size == "auto":
+        check_device(accelerator.device)
     base_config = load_config(args.model)
     check_layout(base_config, world, args.ep)
     placement = parse_placement(args.experts_in)
@@ -436,7 +438,6 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     micro_batches = MicroBatches(attempt, optimizer, balancing, base_config, accelerator.device)
     wrapped.train()
     if args.batch_size == "auto" and resume_from is None:
-        check_device(accelerator.device)
         accelerator.print(room.check(args.max_length, "--max_length"))
         limit = 1024 if rows.total is None else max(1, rows.total // (world * args.gradient_accumulation))
         with collectives:

@@ -44,8 +44,8 @@ def global_sum(accelerator: Accelerator, *counts: int) -> list[int]:
 
 def padding_like(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch of one token of padding: nothing to learn, nothing to route, no images."""
-    # any token but a placeholder of an image
-    token_11 = batch["labels"][batch["labels"] != IGNORE][:1].view(1, 1)
+    # what a document begins with is no placeholder of an image; a batch may have no label to take instead
+    token_11 = batch["input_ids"][:1, :1]
     images = {name: batch[name][:0] for name in ("pixel_values", "grid_thws") if name in batch}
     return {
         "input_ids": token_11,

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from modeling_latentmoe import ops
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
-from modeling_latentmoe.training.loss import IGNORE, backpropagate, count_loss_tokens
+from modeling_latentmoe.training.loss import IGNORE, backpropagate, count_loss_tokens, padding_like
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,18 @@ def test_a_batch_without_trained_tokens_has_zero_gradients() -> None:
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert loss.item() == 0 and gradients and not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_padding_is_one_token_without_label(learned: bool) -> None:
+    """Also of a batch that has nothing to learn; images stay away."""
+    ids = torch.tensor([[3, 9, 9, 5], [3, 6, 0, 0]])
+    labels = ids.clone() if learned else torch.full_like(ids, IGNORE)
+    images = {"pixel_values": torch.zeros(8, 3), "grid_thws": torch.tensor([[1, 2, 4]])}
+    batch = padding_like({"input_ids": ids, "labels": labels, "attention_mask": (ids > 0).long(), **images})
+    assert batch["input_ids"].tolist() == [[3]] and batch["labels"].tolist() == [[IGNORE]]
+    assert batch["attention_mask"].tolist() == [[0]]
+    assert len(batch["pixel_values"]) == len(batch["grid_thws"]) == 0
 
 
 @pytest.mark.parametrize("layout", [padded, packed])
