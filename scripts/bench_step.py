@@ -365,7 +365,9 @@ def nemo(experts: int, tokens: int, recompute: bool) -> dict[str, list[float]]:
     name = "NeMo AutoModel, no adapters"
     try:
         step = nemo_step(experts, tokens, recompute)
-        return {name: measured(name, step, tokens)[0]}
+        samples, _ = measured(name, step, tokens)
+        print(f"  {name}: ms by part: {parts(step)}", flush=True)
+        return {name: samples}
     except (ImportError, torch.cuda.OutOfMemoryError) as error:
         print(f"{name}, T={tokens}: {type(error).__name__} {' '.join(str(error).split())[:100]}", flush=True)
         return {}
