@@ -138,13 +138,19 @@ def first(model: nn.Module, layers: int) -> Iterator[None]:
 
 
 def measured(name: str, step: Callable[[], Any], tokens: int) -> tuple[list[float], float]:
-    """Samples in ms, and all memory at the peak in GiB: weights count."""
+    """Samples in ms of steps that follow each other, and all memory at the peak in GiB: weights count."""
     torch.cuda.empty_cache()
     for _ in range(2):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    samples = measure.samples_ms({"step": step}, repeats=REPEATS, warmup=0)["step"]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    samples = [before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
     ms, peak = statistics.median(samples), torch.cuda.max_memory_allocated() / GIB
     print(f"{name}: {ms:.1f} ms, {tokens / ms * 1e3:,.0f} tokens/s, {peak:.1f} GiB", flush=True)
     return samples, peak
