@@ -37,7 +37,7 @@ from modeling_latentmoe import kernel_loading
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.training.commands import Parser, run_command
-from modeling_latentmoe.training.expert_parallel import expert_parallel
+from modeling_latentmoe.training.expert_parallel import PLAIN, Travel, expert_parallel
 from modeling_latentmoe.training.flops import forward_flops_per_token
 from modeling_latentmoe.training.loading import checkpoint_activations
 from modeling_latentmoe.training.lora import add_adapter
@@ -58,9 +58,9 @@ GEMMS = ("gemm", "nvjet", "cutlass", "xmma", "cublas")
 LIBRARIES = {"all-to-all": ("nccl",), "attention": ("fmha", "flash", "sdpa"), "dense products": GEMMS}
 
 
-def build(experts: int, packed: bool = True, mesh: DeviceMesh | None = None) -> nn.Module:
+def build(experts: int, packed: bool = True, mesh: DeviceMesh | None = None, travel: Travel = PLAIN) -> nn.Module:
     """Text model of LAYERS layers on the GPU with random weights, PEFT adapters around it; with a mesh, experts are
-    shared over its axis "ep"."""
+    shared over its axis "ep" and tokens travel to them as `travel` says."""
     released = LatentMoEConfig.kimi_k3().to_dict()
     text, kinds = released["text_config"], released["text_config"]["linear_attn_config"]
     for kind in ("kda_layers", "full_attn_layers"):
@@ -88,7 +88,7 @@ def build(experts: int, packed: bool = True, mesh: DeviceMesh | None = None) -> 
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
     if mesh:
-        expert_parallel(model, mesh)
+        expert_parallel(model, mesh, travel=travel)
     return model.train()
 
 
@@ -331,17 +331,20 @@ def parallel(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def parallel_rows(lengths: Sequence[int], mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
+    alone = "all experts on every GPU"
+    forms = {"ours": PLAIN, "ours, exchange in 2 parts": Travel(chunks=2), alone: None}
     for tokens in lengths:
-        times, peaks = {}, {}
-        for name, over in (("ours", mesh), ("all experts on every GPU", None)):
+        times, peaks, spent = {}, {}, {}
+        for name, travel in forms.items():
             try:
-                model = build(ALL_EXPERTS, mesh=over)
+                model = build(ALL_EXPERTS, mesh=mesh, travel=travel) if travel else build(ALL_EXPERTS)
                 config, step = text_model(model).config, step_of(model, tokens)
                 times[name], peaks[name] = measured(f"{name}, T={tokens}", step, tokens)
-                if over:
-                    spent = parts(step)
+                spent[name] = parts(step)
+                share = spent[name].get("all-to-all", 0.0) / statistics.median(times[name])
+                print(f"  all-to-all {share:.1%} of it; ms by part: {spent[name]}", flush=True)
             except torch.cuda.OutOfMemoryError:
-                if over:
+                if name == "ours":
                     raise
                 print(f"{name}, T={tokens}: out of memory", flush=True)
             model = step = None
@@ -349,8 +352,8 @@ def parallel_rows(lengths: Sequence[int], mesh: DeviceMesh) -> Iterator[dict[str
         flops = 2 * tokens * forward_flops_per_token(config, tokens, head=False)
         shape = f"T={tokens} per GPU, {ALL_EXPERTS} experts over {mesh['ep'].size()}"
         row = measure.row(STEP, shape, times, flops / measure.FLOPS_PER_SECOND * 1e3, peaks["ours"], None)
-        print(f"  {flops / row['ours_ms'] * 1e3 / PEAK_FLOPS:.1%} of 989 TFLOP/s; ms by part: {spent}", flush=True)
-        yield row | {"parts_ms": spent, "peaks_gib": peaks}
+        print(f"  {flops / row['ours_ms'] * 1e3 / PEAK_FLOPS:.1%} of 989 TFLOP/s", flush=True)
+        yield row | {"parts_ms": spent["ours"], "peaks_gib": peaks}
 
 
 def project(model: nn.Module, whole: Callable[[], Any], tokens: int) -> None:
