@@ -399,7 +399,7 @@ class LatentMoETextConfig(PreTrainedConfig):
     @property
     def kernels(self) -> str:
         """Where fused operations come from: "auto" (a kernel that is at hand, on CUDA devices; on Ascend, operators of
-        torch-npu), "torch" or "hub".
+        torch-npu and kernels that Triton-Ascend compiles), "torch" or "hub".
 
         A choice of the process, like the attention implementation: it is read at every call and never saved.
         """

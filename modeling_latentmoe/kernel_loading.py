@@ -6,7 +6,8 @@
     "hub"    the pinned revision (or the folder in LOCAL_KERNELS), downloaded if need be. What cannot run as a kernel
              is a ValueError.
 
-On Ascend "auto" takes operators of torch-npu instead (npu.py).
+On Ascend "auto" takes operators of torch-npu instead (npu.py), and of the kernels those that Triton-Ascend compiles
+(npu_kernels.py).
 
 LOCAL_KERNELS, a variable of the `kernels` library, lists folders written by scripts/pack_kernels.py as
 "org/repo=folder:org/repo=folder". This file may be imported twice in a process: what it loads is kept in sys.modules
@@ -56,9 +57,7 @@ def kernel_for(name: str, choice: str, *tensors: torch.Tensor, problem: str | No
         # as under autocast, where a layer's result is narrower than what it is added to
         problem = f"the tensors differ in dtype: {', '.join(str(x.dtype) for x in tensors)}"
     if problem is None:
-        if (name, choice) not in _LOADED:
-            _LOADED[name, choice] = load(name, choice)
-        return _LOADED[name, choice]
+        return loaded(name, choice)
     if choice == "hub":
         raise ValueError(f'kernels="hub": {name}: {problem}; "auto" uses torch where a kernel does not apply')
     return None
@@ -74,6 +73,13 @@ def _problem_of_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type not in DEVICES:
         return f"kernels run on {' and '.join(DEVICES)} devices, the tensors are on {device}"
     return None if dtype in DTYPES else f"there are no kernels for {dtype}"
+
+
+def loaded(name: str, choice: str) -> ModuleType | None:
+    """`load`, once per process."""
+    if (name, choice) not in _LOADED:
+        _LOADED[name, choice] = load(name, choice)
+    return _LOADED[name, choice]
 
 
 def load(name: str, choice: str) -> ModuleType | None:

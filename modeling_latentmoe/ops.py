@@ -34,6 +34,9 @@ from .npu import on_npu
 from .npu import rms_norm as rms_norm_npu
 from .npu import route as route_npu
 from .npu_experts import expert_mlp as expert_mlp_npu
+from .npu_kernels import activations as activation_kernels_npu
+from .npu_kernels import mixture as mixture_kernels_npu
+from .npu_kernels import norm as norm_kernels_npu
 from .npu_sparse import Heads, Ranges, several_parts
 from .npu_sparse import dense_indexer_loss as dense_indexer_loss_npu
 from .npu_sparse import fused_indexer_loss as fused_indexer_loss_npu
@@ -106,7 +109,7 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_be
 
 def glu(gate: torch.Tensor, up: torch.Tensor, config) -> torch.Tensor:
     """The gated activation that `config.hidden_act` names: "situ" or "silu" (SwiGLU)."""
-    kernel = kernel_for("latent_moe", config.kernels, gate, up)
+    kernel = kernel_for("latent_moe", config.kernels, gate, up) or activation_kernels_npu(gate, up, config.kernels)
     if config.hidden_act == "situ":
         betas = config.activation_situ_beta, config.activation_situ_linear_beta
         return kernel.situ_glu(gate, up, *betas) if kernel else situ_glu(gate, up, *betas)
@@ -202,7 +205,8 @@ def attn_residual(
     sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: float, kernels: str = "torch"
 ) -> torch.Tensor:
     """softmax_j(rms_norm(V_j) . score) mixture of the raw sources V_j [B, T, D], in fp32, rounded once."""
-    if kernel := kernel_for("residual", kernels, *sources, problem=_row_problem(sources[0])):
+    kernel = kernel_for("residual", kernels, *sources, problem=_row_problem(sources[0]))
+    if kernel := kernel or mixture_kernels_npu(sources, kernels):
         return kernel.attn_residual(sources, score_D, eps)
     wide = [_wide(v) for v in sources]
     normed = [v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) for v in wide]
@@ -217,7 +221,8 @@ def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str = "torch"
 ) -> torch.Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last axis, all in fp32, rounded once to x.dtype."""
-    if kernel := kernel_for("residual", kernels, x, gate, problem=_row_problem(x)):
+    kernel = kernel_for("residual", kernels, x, gate, problem=_row_problem(x))
+    if kernel := kernel or norm_kernels_npu(x, gate, kernels):
         return kernel.gated_rms_norm(x, gate, weight, eps)
     x32 = _wide(x)
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight

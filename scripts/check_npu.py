@@ -27,6 +27,7 @@ from modeling_latentmoe.npu_sparse import Heads
 from modeling_latentmoe.training.commands import Parser, run_command
 
 SCALE = 192**-0.5
+ACTIVATION = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "hidden_act": "situ"}
 ENOUGH = 0.01
 REPEATS = 5
 
@@ -99,6 +100,29 @@ def small_cases(sizes: Sizes) -> list[Case]:
         Case("cross_entropy", [randn(T, 512)], [randn(4096, 512, std=0.1), target], loss),
         Case("route", [randn(T, len(gate), dtype=torch.float32)], [gate], route),
         Case("causal_attention", [randn(1, 16, T, width) for width in (192, 192, 128)], [], attention),
+    ]
+
+
+def kernel_cases(sizes: Sizes) -> list[Case]:
+    """What Triton-Ascend compiles from hub_kernels/: an activation, attention residuals, the norm of KDA's output."""
+    T = sizes.tokens
+    rows = [randn(1, T, 2 * sizes.width) for _ in range(8)]
+    score = randn(2 * sizes.width, dtype=torch.float32, std=sizes.width**-0.5)
+    weight = 1 + randn(128, dtype=torch.float32, std=0.2)
+
+    def glu(leaves, _, kernels):
+        return (ops.glu(*leaves, SimpleNamespace(kernels=kernels, **ACTIVATION)),)
+
+    def mixture(leaves, _, kernels):
+        return (ops.attn_residual(leaves[:-1], leaves[-1], 1e-5, kernels),)
+
+    def head_norm(leaves, _, kernels):
+        return (ops.gated_rms_norm(*leaves, 1e-5, kernels),)
+
+    return [
+        Case("glu", [randn(T, sizes.hidden, std=4) for _ in range(2)], [], glu),
+        Case("attn_residual", [*rows, score], [], mixture),
+        Case("gated_rms_norm", [randn(T, sizes.heads, 128), randn(T, sizes.heads, 128, std=4), weight], [], head_norm),
     ]
 
 
@@ -191,8 +215,7 @@ def expert_cases(sizes: Sizes) -> list[Case]:
             ids, *weights = others
             pairs = zip(weights[::2], weights[1::2], factors[::2], factors[1::2], strict=True)
             stacks = [ops.ExpertMatrices(w, s, (ops.LowRank(a, b, 0.5),)) for w, s, a, b in pairs]
-            options = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "hidden_act": "situ"}
-            config = SimpleNamespace(kernels=kernels, num_experts=sizes.experts, **options)
+            config = SimpleNamespace(kernels=kernels, num_experts=sizes.experts, **ACTIVATION)
             return (ops.expert_mlp(x, ids, mixture, *stacks, config),)
 
         cases.append(
@@ -220,7 +243,13 @@ def kda_cases(sizes: Sizes) -> list[Case]:
     return [Case("kda_chunk", tokens, gate, chunk), Case("kda_step", [], [*one, *gate, state], step)]
 
 
-GROUPS = {"small": small_cases, "sparse": sparse_cases, "experts": expert_cases, "kda": kda_cases}
+GROUPS = {
+    "small": small_cases,
+    "kernels": kernel_cases,
+    "sparse": sparse_cases,
+    "experts": expert_cases,
+    "kda": kda_cases,
+}
 
 
 def on(device: torch.device, tensors: list[Tensor], dtype: torch.dtype | None, grad: bool) -> list[Tensor]:
@@ -276,7 +305,9 @@ def check(names: Sequence[str], device: torch.device, sizes: Sizes) -> int:
         for case in GROUPS[group](sizes):
             npu.SAID.clear()
             got, plain = results(case, device, "auto"), results(case, device, "torch")
-            refused = [line.partition(", ")[2] for line in npu.SAID]
+            # of the operation itself, not of a part that has operators of its own
+            said = [line for line in npu.SAID if case.name.startswith(line.partition(":")[0])]
+            refused = [line.partition(", ")[2] for line in said]
             truth = results(case, torch.device("cpu"), "torch", torch.float32)
             errors = error(got, truth), error(plain, truth)
             agrees = errors[0] <= max(2 * errors[1], ENOUGH)

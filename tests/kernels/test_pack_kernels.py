@@ -46,25 +46,28 @@ def test_the_build_is_the_source_under_a_name_of_its_own(folder: Path | None, tm
     """Every file is there once and described by its digest; only the namespace of operators differs."""
     build = packed(folder, tmp_path) / "build"
     source = folder or tmp_path / "toy-kernel"
-    assert [variant.name for variant in build.iterdir()] == ["torch-cuda"]
-    described = json.loads((build / "torch-cuda" / "metadata.json").read_text())
-    package = source / "torch-ext" / described["name"].replace("-", "_")
-    files = {path.relative_to(package) for path in package.rglob("*.py")}
-    variant = build / "torch-cuda"
-    assert {path.relative_to(variant) for path in variant.rglob("*") if path.is_file()} == {
-        *files,
-        Path("metadata.json"),
-    }
-    assert described["digest"]["files"] == {
-        file.as_posix(): base64.b64encode(hashlib.sha256((variant / file).read_bytes()).digest()).decode()
-        for file in files
-    }
-    for file in files:
-        want = (package / file).read_text()
-        if file.name == "_ops.py":
-            want = want.replace(f"latentmoe_{package.name}_source", described["id"])
-        assert (variant / file).read_text() == want
-    assert described["id"].startswith(f"latentmoe_{package.name}_")
+    backends = pack_kernels.read_repository(source).backends
+    assert {variant.name for variant in build.iterdir()} == {f"torch-{pack_kernels.BACKENDS[x]}" for x in backends}
+    for backend in backends:
+        variant = build / f"torch-{pack_kernels.BACKENDS[backend]}"
+        described = json.loads((variant / "metadata.json").read_text())
+        assert described["backend"] == {"type": backend}
+        package = source / "torch-ext" / described["name"].replace("-", "_")
+        files = {path.relative_to(package) for path in package.rglob("*.py")}
+        assert {path.relative_to(variant) for path in variant.rglob("*") if path.is_file()} == {
+            *files,
+            Path("metadata.json"),
+        }
+        assert described["digest"]["files"] == {
+            file.as_posix(): base64.b64encode(hashlib.sha256((variant / file).read_bytes()).digest()).decode()
+            for file in files
+        }
+        for file in files:
+            want = (package / file).read_text()
+            if file.name == "_ops.py":
+                want = want.replace(f"latentmoe_{package.name}_source", described["id"])
+            assert (variant / file).read_text() == want
+        assert described["id"].startswith(f"latentmoe_{package.name}_")
 
 
 @kernel_repositories.TOY_FIRST

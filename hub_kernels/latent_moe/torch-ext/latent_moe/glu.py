@@ -1,5 +1,7 @@
 """Gated activations alone: elementwise, one kernel forward and one backward, for feed-forward layers without experts.
 
+On CUDA devices every block has a program. Ascend runs as many programs as it has cores, and they walk over the blocks.
+
 Legend: T rows, F width; BT and BF rows and columns of a block.
 """
 
@@ -9,12 +11,14 @@ import triton.language as tl
 
 from ._ops import op
 from .activation import activate, activate_backward, activation_code
+from .ascend import ASCEND, device_of, vector_cores
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Elements of a block: 32 in each thread of four warps, 16-bit ones in four loads of 16 bytes from each tensor.
-BLOCK, BLOCK_COLUMNS = 4096, 1024
-# The interpreter has no functions of the hardware. Read once, it is a variable of the environment.
-INTERPRETED = triton.knobs.runtime.interpret
+# Elements of a block: 32 in each thread of four warps, 16-bit ones in four loads of 16 bytes from each tensor. What
+# backward holds of them in fp32 fits into the buffer of a core of Ascend.
+BLOCK, BLOCK_COLUMNS = (1024, 1024) if ASCEND else (4096, 1024)
+# The functions of the hardware are CUDA's; the interpreter has none. Read once, it is a variable of the environment.
+HARDWARE = not ASCEND and not triton.knobs.runtime.interpret
 
 
 def situ_glu(
@@ -50,12 +54,39 @@ def _activated(
 
 
 @triton.jit
-def _block(T, F, BT: tl.constexpr, BF: tl.constexpr):
-    """Rows and columns of this program's block, and which of them exist; columns of a row come one after the other."""
+def _block(i, T, F, BT: tl.constexpr, BF: tl.constexpr):
+    """Rows and columns of block i, and which of them exist; columns of a row come one after the other."""
     tiles = tl.cdiv(F, BF)
-    o_t = (tl.program_id(0) // tiles * BT + tl.arange(0, BT).to(tl.int64))[:, None]
-    o_f = (tl.program_id(0) % tiles * BF + tl.arange(0, BF))[None, :]
+    o_t = (i // tiles * BT + tl.arange(0, BT).to(tl.int64))[:, None]
+    o_f = (i % tiles * BF + tl.arange(0, BF))[None, :]
     return o_t, o_f, (o_t < T) & (o_f < F)
+
+
+@triton.jit
+def _forward(
+    i, gate, up, out, T, F, stride_g, stride_u, beta, linear_beta,
+    ACTIVATION: tl.constexpr, FAST: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    o_t, o_f, m = _block(i, T, F, BT, BF)
+    b_g = tl.load(gate + o_t * stride_g + o_f, mask=m, other=0.0).to(tl.float32)
+    b_u = tl.load(up + o_t * stride_u + o_f, mask=m, other=0.0).to(tl.float32)
+    b_h = activate(b_g, b_u, beta, linear_beta, ACTIVATION, FAST)
+    tl.store(out + o_t * F + o_f, b_h.to(out.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _backward(
+    i, gate, up, dout, dgate, dup, T, F, stride_g, stride_u, beta, linear_beta,
+    ACTIVATION: tl.constexpr, FAST: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    o_t, o_f, m = _block(i, T, F, BT, BF)
+    o_o = o_t * F + o_f
+    b_g = tl.load(gate + o_t * stride_g + o_f, mask=m, other=0.0).to(tl.float32)
+    b_u = tl.load(up + o_t * stride_u + o_f, mask=m, other=0.0).to(tl.float32)
+    b_do = tl.load(dout + o_o, mask=m, other=0.0).to(tl.float32)
+    _, b_dg, b_du = activate_backward(b_g, b_u, b_do, beta, linear_beta, ACTIVATION, FAST)
+    tl.store(dgate + o_o, b_dg.to(dgate.dtype.element_ty), mask=m)
+    tl.store(dup + o_o, b_du.to(dup.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -64,11 +95,8 @@ def glu_fwd_kernel(
     ACTIVATION: tl.constexpr, FAST: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     """stride_g, stride_u: from row to row."""
-    o_t, o_f, m = _block(T, F, BT, BF)
-    b_g = tl.load(gate + o_t * stride_g + o_f, mask=m, other=0.0).to(tl.float32)
-    b_u = tl.load(up + o_t * stride_u + o_f, mask=m, other=0.0).to(tl.float32)
-    b_h = activate(b_g, b_u, beta, linear_beta, ACTIVATION, FAST)
-    tl.store(out + o_t * F + o_f, b_h.to(out.dtype.element_ty), mask=m)
+    i = tl.program_id(0)
+    _forward(i, gate, up, out, T, F, stride_g, stride_u, beta, linear_beta, ACTIVATION, FAST, BT, BF)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -76,14 +104,29 @@ def glu_bwd_kernel(
     gate, up, dout, dgate, dup, T, F, stride_g, stride_u, beta, linear_beta,
     ACTIVATION: tl.constexpr, FAST: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    o_t, o_f, m = _block(T, F, BT, BF)
-    o_o = o_t * F + o_f
-    b_g = tl.load(gate + o_t * stride_g + o_f, mask=m, other=0.0).to(tl.float32)
-    b_u = tl.load(up + o_t * stride_u + o_f, mask=m, other=0.0).to(tl.float32)
-    b_do = tl.load(dout + o_o, mask=m, other=0.0).to(tl.float32)
-    _, b_dg, b_du = activate_backward(b_g, b_u, b_do, beta, linear_beta, ACTIVATION, FAST)
-    tl.store(dgate + o_o, b_dg.to(dgate.dtype.element_ty), mask=m)
-    tl.store(dup + o_o, b_du.to(dup.dtype.element_ty), mask=m)
+    i = tl.program_id(0)
+    _backward(i, gate, up, dout, dgate, dup, T, F, stride_g, stride_u, beta, linear_beta, ACTIVATION, FAST, BT, BF)
+
+
+@triton.jit(do_not_specialize=["T"])
+def glu_fwd_cores_kernel(
+    gate, up, out, T, F, stride_g, stride_u, beta, linear_beta,
+    ACTIVATION: tl.constexpr, FAST: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    for i in tl.range(tl.program_id(0), tl.cdiv(T, BT) * tl.cdiv(F, BF), tl.num_programs(0)):
+        _forward(i, gate, up, out, T, F, stride_g, stride_u, beta, linear_beta, ACTIVATION, FAST, BT, BF)
+
+
+@triton.jit(do_not_specialize=["T"])
+def glu_bwd_cores_kernel(
+    gate, up, dout, dgate, dup, T, F, stride_g, stride_u, beta, linear_beta,
+    ACTIVATION: tl.constexpr, FAST: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    for i in tl.range(tl.program_id(0), tl.cdiv(T, BT) * tl.cdiv(F, BF), tl.num_programs(0)):
+        _backward(i, gate, up, dout, dgate, dup, T, F, stride_g, stride_u, beta, linear_beta, ACTIVATION, FAST, BT, BF)
+
+
+FORWARD, BACKWARD = (glu_fwd_cores_kernel, glu_bwd_cores_kernel) if ASCEND else (glu_fwd_kernel, glu_bwd_kernel)
 
 
 def _launch(kernel, gate_TF: torch.Tensor, up_TF: torch.Tensor, others, activation, beta, linear_beta) -> None:
@@ -94,13 +137,21 @@ def _launch(kernel, gate_TF: torch.Tensor, up_TF: torch.Tensor, others, activati
     BF = min(BLOCK_COLUMNS, 1 << (F - 1).bit_length())
     BT = BLOCK // BF
     blocks = -(-T // BT) * -(-F // BF)
-    with torch.cuda.device_of(gate_TF):
-        kernel[(blocks,)](
-            gate_TF, up_TF, *others, T, F, gate_TF.stride(0), up_TF.stride(0), beta,
-            1.0 if linear_beta is None else linear_beta,
-            ACTIVATION=activation_code(activation, linear_beta), BT=BT, BF=BF, num_warps=4,
-            FAST=gate_TF.dtype == torch.bfloat16 and not INTERPRETED,
-        )  # fmt: skip
+    arguments = (
+        gate_TF, up_TF, *others, T, F, gate_TF.stride(0), up_TF.stride(0), beta,
+        1.0 if linear_beta is None else linear_beta,
+    )  # fmt: skip
+    constants = {"ACTIVATION": activation_code(activation, linear_beta), "BT": BT, "BF": BF}
+    if not blocks:
+        return
+    if ASCEND:
+        programs = min(blocks, vector_cores(gate_TF.device))
+        with device_of(gate_TF):
+            kernel[(programs,)](*arguments, **constants, FAST=False)
+    else:
+        fast = HARDWARE and gate_TF.dtype == torch.bfloat16
+        with torch.cuda.device_of(gate_TF):
+            kernel[(blocks,)](*arguments, **constants, FAST=fast, num_warps=4)
 
 
 @torch.library.custom_op(op("glu_fwd"), mutates_args=())
@@ -108,7 +159,7 @@ def glu_fwd(
     gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str, beta: float, linear_beta: float | None
 ) -> torch.Tensor:
     out_TF = gate_TF.new_empty(gate_TF.shape)
-    _launch(glu_fwd_kernel, gate_TF, up_TF, (out_TF,), activation, beta, linear_beta)
+    _launch(FORWARD, gate_TF, up_TF, (out_TF,), activation, beta, linear_beta)
     return out_TF
 
 
@@ -123,7 +174,7 @@ def glu_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dgate_TF, dup_TF = gate_TF.new_empty(gate_TF.shape), up_TF.new_empty(up_TF.shape)
     others = dout_TF.contiguous(), dgate_TF, dup_TF
-    _launch(glu_bwd_kernel, gate_TF, up_TF, others, activation, beta, linear_beta)
+    _launch(BACKWARD, gate_TF, up_TF, others, activation, beta, linear_beta)
     return dgate_TF, dup_TF
 
 
@@ -142,8 +193,8 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(gate_TF, up_TF)
 
 
-def _backward(ctx, dout_TF):
+def _gradients(ctx, dout_TF):
     return *glu_bwd(dout_TF, *ctx.saved_tensors, *ctx.activation), None, None, None
 
 
-glu_fwd.register_autograd(_backward, setup_context=_save)
+glu_fwd.register_autograd(_gradients, setup_context=_save)

@@ -1,4 +1,7 @@
-"""Attention residual and gated RMSNorm for Hopper: fused forward and backward that save nothing but their inputs."""
+"""Attention residual and gated RMSNorm for Hopper: fused forward and backward that save nothing but their inputs.
+
+On Ascend, by kernels that Triton-Ascend compiles.
+"""
 
 from . import layers, reference
 from .gated_norm import gated_rms_norm

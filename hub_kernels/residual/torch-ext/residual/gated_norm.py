@@ -8,23 +8,23 @@ import triton
 
 from ._ops import op
 from .checks import check_like, check_rows
-from .gated_norm_kernels import gated_norm_bwd_kernel, gated_norm_fwd_kernel
-from .launch import persistent_programs
+from .gated_norm_kernels import gated_norm_bwd_kernel, gated_norm_fwd_cores_kernel, gated_norm_fwd_kernel
+from .launch import ASCEND, launch, persistent_programs, vector_cores
 
-# Rows copied ahead in backward have to fit into shared memory.
-WIDEST = 8192
+# Rows copied ahead in backward have to fit into shared memory; on Ascend, a row into what a core holds.
+WIDEST = 1024 if ASCEND else 8192
 # Blocks copied ahead in backward.
 COPIES = 2
-# Elements of a block: what four warps hold in registers.
-FORWARD_BLOCK, BACKWARD_BLOCK = 4096, 1024
+# Elements of a block: what four warps hold in registers, or a core of Ascend in its buffer, fp32 included.
+FORWARD_BLOCK, BACKWARD_BLOCK = (2048, 1024) if ASCEND else (4096, 1024)
 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight_K: torch.Tensor, eps: float) -> torch.Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last axis, in fp32, rounded once to the dtype of x.
 
-    x, gate: [..., K], K up to 8192; weight_K: [K]; each bf16, fp16 or fp32. eps is added to the mean square of a row.
-    Gradients flow to all three, to the weight through fp32 sums of fixed order. Raises ValueError naming the argument.
-    The output norm of Kimi Delta Attention.
+    x, gate: [..., K], K up to 8192 (on Ascend, 1024); weight_K: [K]; each bf16, fp16 or fp32. eps is added to the mean
+    square of a row. Gradients flow to all three, to the weight through fp32 sums of fixed order. Raises ValueError
+    naming the argument. The output norm of Kimi Delta Attention.
     """
     check_rows("x", x, WIDEST)
     check_rows("gate", gate, WIDEST)
@@ -48,10 +48,11 @@ def gated_norm_fwd(x: torch.Tensor, gate: torch.Tensor, weight_K: torch.Tensor, 
     T = x.numel() // K
     BT, BK, warps = _block(K, FORWARD_BLOCK)
     out = torch.empty_like(x)
-    with torch.cuda.device_of(x):
-        gated_norm_fwd_kernel[(triton.cdiv(T, BT),)](
-            x, gate.contiguous(), weight_K.contiguous(), out, T, eps, K=K, BT=BT, BK=BK, num_warps=warps
-        )
+    arguments = x, gate.contiguous(), weight_K.contiguous(), out, T, eps
+    kernel, programs = gated_norm_fwd_kernel, triton.cdiv(T, BT)
+    if ASCEND:
+        kernel, programs = gated_norm_fwd_cores_kernel, min(programs, vector_cores(x.device))
+    launch(kernel, programs, x, *arguments, K=K, BT=BT, BK=BK, num_warps=warps)
     return out
 
 
@@ -66,23 +67,8 @@ def gated_norm_bwd(
     dx, dgate = torch.empty_like(x), torch.empty_like(gate)
     P = persistent_programs(x.device, 8, triton.cdiv(T, BT))
     dweight_PK = torch.empty(P, K, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        gated_norm_bwd_kernel[(P,)](
-            dout,
-            x,
-            gate,
-            weight_K.contiguous(),
-            dx,
-            dgate,
-            dweight_PK,
-            T,
-            eps,
-            K=K,
-            BT=BT,
-            BK=BK,
-            STAGES=COPIES + 1,
-            num_warps=warps,
-        )
+    arguments = dout, x, gate, weight_K.contiguous(), dx, dgate, dweight_PK, T, eps
+    launch(gated_norm_bwd_kernel, P, x, *arguments, K=K, BT=BT, BK=BK, STAGES=COPIES + 1, num_warps=warps)
     return dx, dgate, dweight_PK.sum(0).to(weight_K.dtype)
 
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["T"])
-def gated_norm_fwd_kernel(x, gate, weight, out, T, eps, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    o_t = tl.program_id(0) * BT + tl.arange(0, BT).to(tl.int64)
+@triton.jit
+def _forward(i_t, x, gate, weight, out, T, eps, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    o_t = i_t * BT + tl.arange(0, BT).to(tl.int64)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
     o_x = o_t[:, None] * K + o_k[None, :]
@@ -20,6 +20,18 @@ def gated_norm_fwd_kernel(x, gate, weight, out, T, eps, K: tl.constexpr, BT: tl.
     b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / K + eps)
     b_o = b_x * b_r[:, None] * b_w[None, :] * tl.sigmoid(b_z)
     tl.store(out + o_x, b_o.to(out.dtype.element_ty), mask=m_x)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gated_norm_fwd_kernel(x, gate, weight, out, T, eps, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    _forward(tl.program_id(0), x, gate, weight, out, T, eps, K, BT, BK)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gated_norm_fwd_cores_kernel(x, gate, weight, out, T, eps, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """The same for as many programs as Ascend has cores."""
+    for i_t in tl.range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
+        _forward(i_t, x, gate, weight, out, T, eps, K, BT, BK)
 
 
 @triton.jit(do_not_specialize=["T"])

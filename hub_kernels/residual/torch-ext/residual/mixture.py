@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from . import mixture_ascend
 from ._ops import op
 from .checks import check_like, check_rows
-from .launch import persistent_programs
+from .launch import ASCEND, launch, persistent_programs
 from .mixture_kernels import mixture_bwd_kernel, mixture_fwd_kernel
 
 # A row lives in the registers of one program, at most 64 elements in a thread.
@@ -22,13 +23,15 @@ COPIES, COPIES_BYTES = 3, 96 * 1024
 def attn_residual(sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: float) -> torch.Tensor:
     """sum_j a_j V_j over sources V_j [..., D], where a = softmax_j(rms_norm(V_j) . score), in fp32, rounded once.
 
-    sources: one or more tensors of one shape and dtype (bf16, fp16 or fp32), D up to 16384; score_D: fp32. eps is
-    added to the mean square of a row. Gradients flow to every source and, through fp32 sums of fixed order, to the
-    score. Raises ValueError naming the argument. Block attention residuals of the Kimi-K3 report.
+    sources: one or more tensors of one shape and dtype (bf16, fp16 or fp32), at most 16 on Ascend, D up to 16384;
+    score_D: fp32. eps is added to the mean square of a row. Gradients flow to every source and, through fp32 sums of
+    fixed order, to the score. Raises ValueError naming the argument. Block attention residuals of the Kimi-K3 report.
     """
     sources = list(sources)
     if not sources:
         raise ValueError("sources: at least one is needed")
+    if ASCEND and len(sources) > mixture_ascend.SOURCES:
+        raise ValueError(f"sources: {len(sources)} of them, on Ascend {mixture_ascend.SOURCES} at most")
     first = sources[0]
     check_rows("sources[0]", first, WIDEST)
     for j, source in enumerate(sources):
@@ -63,10 +66,11 @@ def mixture_fwd(sources: list[torch.Tensor], score_D: torch.Tensor, eps: float) 
     T = first.numel() // D
     out = torch.empty_like(first)
     stats_T2J = score_D.new_empty(T, 2, J)
-    with torch.cuda.device_of(first):
-        mixture_fwd_kernel[(_programs(first, T),)](
-            tuple(sources), score_D.contiguous(), out, stats_T2J, T, eps, J=J, **_block(first)
-        )
+    if ASCEND:
+        mixture_ascend.forward(sources, score_D.contiguous(), out, stats_T2J, eps)
+    else:
+        arguments = tuple(sources), score_D.contiguous(), out, stats_T2J, T, eps
+        launch(mixture_fwd_kernel, _programs(first, T), first, *arguments, J=J, **_block(first))
     return out, stats_T2J
 
 
@@ -79,20 +83,12 @@ def mixture_bwd(
     T, _, J = stats_T2J.shape
     D = score_D.shape[0]
     dsources = [torch.empty_like(source) for source in streams[1:]]
+    if ASCEND:
+        return dsources, mixture_ascend.backward(streams[0], streams[1:], score_D.contiguous(), stats_T2J, dsources)
     P = _programs(dout, T)
     dscore_PD = score_D.new_empty(P, D)
-    with torch.cuda.device_of(dout):
-        mixture_bwd_kernel[(P,)](
-            tuple(streams),
-            score_D.contiguous(),
-            stats_T2J,
-            tuple(dsources),
-            dscore_PD,
-            T,
-            J=J,
-            BJ=triton.next_power_of_2(J),
-            **_block(dout),
-        )
+    arguments = tuple(streams), score_D.contiguous(), stats_T2J, tuple(dsources), dscore_PD, T
+    launch(mixture_bwd_kernel, P, dout, *arguments, J=J, BJ=triton.next_power_of_2(J), **_block(dout))
     return dsources, dscore_PD.sum(0)
 
 
