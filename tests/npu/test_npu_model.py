@@ -149,6 +149,7 @@ def test_its_indexer_warms_up(card: list[str]) -> None:
     assert_alike(got, step(model, "torch", 150, 100))
 
 
+@pytest.mark.slow
 def test_recomputed_layers_call_the_same_operators(card: list[str]) -> None:
     model = limits_model()
     want = step(model, "auto", 150, 100)

@@ -72,8 +72,15 @@ def test_tied_embeddings(tied: bool, tmp_path: Path) -> None:
         assert torch.equal(output(candidate), output(model))
 
 
-@pytest.mark.parametrize("experts", [0, 16], ids=["dense", "moe"])
-@pytest.mark.parametrize("vision", [False, True], ids=["text", "vision"])
+@pytest.mark.parametrize(
+    ("experts", "vision"),
+    [
+        pytest.param(0, False, id="text-dense"),
+        pytest.param(16, False, id="text-moe", marks=pytest.mark.slow),
+        pytest.param(0, True, id="vision-dense", marks=pytest.mark.slow),
+        pytest.param(16, True, id="vision-moe"),
+    ],
+)
 def test_small_variants_load_train_and_export(experts: int, vision: bool, tmp_path: Path) -> None:
     model = build(
         EXPORTED["LatentMoEForConditionalGeneration"],
