@@ -158,9 +158,9 @@ def floors(pairs: int, T: int, S: int) -> tuple[float, float]:
 
 
 def timed(candidates: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Ours often enough, and others a few times, of which the first call warms up."""
+    """Ours often enough, and others a few times."""
     slow = {name: function for name, function in candidates.items() if name != "ours"}
-    return measure.samples_ms({"ours": candidates["ours"]}, repeats, 1) | measure.samples_ms(slow, FEW, 0)
+    return measure.samples_ms({"ours": candidates["ours"]}, repeats, 1) | measure.samples_ms(slow, FEW, 1)
 
 
 def rows_at(T: int, repeats: int, error: float) -> Iterator[dict[str, Any]]:
@@ -227,8 +227,7 @@ def dsa_rows(quick: bool) -> Iterator[dict[str, Any]]:
     peaks = {}
     for T in LENGTHS[:1] if quick else LENGTHS:
         candidates = {"ours": dsa(T), "dense cuDNN": dense(T)}
-        # The first call of each is followed by the first that is timed.
-        times = measure.samples_ms(candidates, FEW if quick or T == LONGEST else 5, 0)
+        times = measure.samples_ms(candidates, FEW if quick or T == LONGEST else 5, 1)
         pairs = sum(min(t + 1, k) for t in range(T))
         index_flops = T * (T + 1) * INDEX_HEADS * INDEX_WIDTH
         floor = floors(pairs, T, T)[1] + measure.floor_ms(index_flops, 0)
