@@ -62,12 +62,12 @@ if packed:
 else:
     element, bits, swizzle, block = "bf16", 16, 128, [1, 4, 2, 8, 64] if forward else [1, 64, 64]
 constants = dict(
-    N=3584, K=3072, FORWARD=forward, PACKED=packed, GATED=False, ORDERED=False, ACTIVATION=0, BM=64,
+    N=3584, K=3072, FORWARD=forward, PACKED=packed, GATED=False, ORDERED=False, ACTIVATION=0, LOW=2, BM=64,
     STAGES=hopper.STAGES[packed], h=None, **({} if packed else {"scale": None}),
 )
 types = dict(
     x=described("bf16", [64, 64], 128, 16), weight=described(element, block, swizzle, bits),
-    scale="*u8" if forward else "*i32", low="*fp32", factor="*bf16", rank="i32", y="*bf16",
+    scale="*u8" if forward else "*i32", low=described("fp32", [64, 32], 128, 32), factor="*fp32", rank="i32", y="*bf16",
     tiles="*i32", stride="i32", scaling="fp32", beta="fp32", linear_beta="fp32",
 )
 signature = {n: "constexpr" if n in constants else types[n] for n in product_kernel.arg_names}

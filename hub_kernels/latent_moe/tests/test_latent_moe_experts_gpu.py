@@ -21,7 +21,7 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(mlp, "hopper", None)
 
 
-@pytest.mark.parametrize("rank", [0, 2, 64])
+@pytest.mark.parametrize("rank", [0, 1, 2, 16, 64])
 @pytest.mark.parametrize("packed", [True, False])
 def test_released_widths(packed, rank):
     check(Case(RAGGED, L, F, torch.bfloat16, "cuda", packed, rank, factors=torch.float32))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from latent_moe import hopper
+from latent_moe import hopper, low_rank
 from latent_moe.sorting import sort_slots
 
 
@@ -41,3 +41,14 @@ def test_factors_in_the_order_of_lanes(device):
     value = torch.exp2(scale.double() - 127).masked_fill(scale == 255, torch.nan)
     expected = value.transpose(1, 2).reshape(E, G, N // 64, 64)[..., torch.tensor(rows, device=device)]
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 6])
+def test_low_rank_rows_are_padded_for_the_copy_engine(rank, device):
+    """Rows of a multiple of 16 bytes, with zeros behind the rank."""
+    x, factor = torch.randn(5, 32, device=device), torch.randn(1, rank, 32, device=device)
+    offset = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    low = low_rank.low_rank(x, None, offset, factor, 1, 5)
+    assert low.shape == (5, 4 if rank <= 4 else 8)
+    assert not low[:, rank:].any()
+    torch.testing.assert_close(low[:, :rank], x @ factor[0].T)

@@ -71,6 +71,14 @@ def test_both_forward_paths_agree(within, monkeypatch):
         within(name, x, y, torch.finfo(torch.bfloat16).eps)
 
 
+def test_negative_scale(within):
+    q, kv, index, sink = inputs(130, 96, 1000, 300)
+    out, lse = sparse_attention(q, kv, index, -0.05, V, sink)
+    wide = sparse_attention_reference(q.double(), kv.double(), index, -0.05, V, sink.double())
+    for name, x, t in zip(("out", "lse"), (out, lse), wide, strict=True):
+        within(name, x, t, torch.finfo(torch.bfloat16).eps)
+
+
 def test_memory_grows_with_queries_only():
     """Public report basetenlabs/ml-cookbook#116: a matrix of queries and keys ran out of memory above 16k."""
     peaks = []

@@ -7,6 +7,7 @@ import torch
 
 from . import mlp
 from ._ops import op
+from .low_rank import low_width
 from .mlp import Kept, Matrices, Plan
 from .reference import ExpertMatrices, expert_mlp_reference
 from .route_reference import Rows
@@ -57,7 +58,9 @@ def _(
     down, down_scale, down_a, down_b, down_scaling, activation, beta, linear_beta, keep,
 ):  # fmt: skip
     def low(a):
-        return x_TL.new_empty(0) if a is None else x_TL.new_empty(len(slot_R), a.shape[1], dtype=torch.float32)
+        return (
+            x_TL.new_empty(0) if a is None else x_TL.new_empty(len(slot_R), low_width(a.shape[1]), dtype=torch.float32)
+        )
 
     gate_up_RF = x_TL.new_empty(len(slot_R), gate_up.shape[1]) if keep else x_TL.new_empty(0)
     return torch.empty_like(x_TL, dtype=torch.float32), gate_up_RF, low(gate_up_a), low(down_a)
@@ -86,16 +89,16 @@ def _expert_mlp_backward(
     linear_beta: float | None,
     keep: bool,
     gate_up_RF: torch.Tensor,
-    low_gate_up_Rr: torch.Tensor,
-    low_down_Rr: torch.Tensor,
+    low_gate_up_RP: torch.Tensor,
+    low_down_RP: torch.Tensor,
 ) -> list[torch.Tensor]:
     first = Matrices(gate_up, gate_up_scale, gate_up_a, gate_up_b, gate_up_scaling)
     second = Matrices(down, down_scale, down_a, down_b, down_scaling)
     plan = Plan(slot_R, row_TS, offset, activation, beta, linear_beta)
     kept = Kept(
         gate_up_RF if keep else None,
-        _adapter_or_none(low_gate_up_Rr, gate_up_a),
-        _adapter_or_none(low_down_Rr, down_a),
+        _adapter_or_none(low_gate_up_RP, gate_up_a),
+        _adapter_or_none(low_down_RP, down_a),
     )
     with torch.cuda.device_of(x_TL):
         gradients = mlp.backward(dout_TL.contiguous(), x_TL, weights_TS, first, second, plan, kept)
@@ -105,8 +108,8 @@ def _expert_mlp_backward(
 @_expert_mlp_backward.register_fake
 def _(
     dout_TL, x_TL, weights_TS, slot_R, row_TS, offset, gate_up, gate_up_scale, gate_up_a, gate_up_b, gate_up_scaling,
-    down, down_scale, down_a, down_b, down_scaling, activation, beta, linear_beta, keep, gate_up_RF, low_gate_up_Rr,
-    low_down_Rr,
+    down, down_scale, down_a, down_b, down_scaling, activation, beta, linear_beta, keep, gate_up_RF, low_gate_up_RP,
+    low_down_RP,
 ):  # fmt: skip
     factors = (x.new_empty(x.shape) for x in (gate_up_a, gate_up_b, down_a, down_b) if x is not None)
     return [torch.empty_like(x_TL), torch.empty_like(weights_TS), *factors]
@@ -211,8 +214,9 @@ def _operands(matrices: ExpertMatrices) -> tuple[torch.Tensor | None, ...]:
     else:
         a_ErK = torch.cat([a.expand(E, -1, -1) for a, _, _ in adapters], dim=1)
         b_ENr = torch.cat([s * b.expand(E, -1, -1) for _, b, s in adapters], dim=2)
-    # A shared factor keeps a stride of 0 over experts.
-    a_ErK, b_ErN = a_ErK.contiguous().expand(E, -1, -1), b_ENr.transpose(1, 2).contiguous().expand(E, -1, -1)
+    a_ErK, b_ErN = a_ErK.contiguous(), b_ENr.transpose(1, 2).contiguous()
+    # A shared factor has a stride of 0 over experts.
+    a_ErK, b_ErN = (f if len(f) == E else f.expand(E, -1, -1) for f in (a_ErK, b_ErN))
     return weight, scale, a_ErK, b_ErN, float(scaling)
 
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper_kernels import BK, BO, BX, lane_factors_kernel, product_kernel, row_tiles_kernel
+from .hopper_kernels import BK, BO, BR, BX, lane_factors_kernel, product_kernel, row_tiles_kernel
+from .integers import cdiv, next_power_of_2
 from .mxfp4 import contraction_order
 
 # Rows of the largest tiles.
@@ -40,7 +41,7 @@ def gathered(x_TK: torch.Tensor, slot_R: torch.Tensor, offset: torch.Tensor, slo
     """[R, K]: the tokens of the sorted slots, in contraction order if asked for."""
     R, K, BR, BC = len(slot_R), x_TK.shape[1], 16, 512
     y_RK = x_TK.new_empty(R, K)
-    gather_kernel[(triton.cdiv(R, BR), triton.cdiv(K, BC))](
+    gather_kernel[(cdiv(R, BR), cdiv(K, BC))](
         x_TK, slot_R, offset, y_RK, len(offset) - 1, slots, K, ordered, BR, BC, num_warps=4
     )
     return y_RK
@@ -49,9 +50,9 @@ def gathered(x_TK: torch.Tensor, slot_R: torch.Tensor, offset: torch.Tensor, slo
 def row_tiles(offset: torch.Tensor, rows: int) -> torch.Tensor:
     """int32 [tiles + 1, 4]: see row_tiles_kernel."""
     E, BT = len(offset) - 1, 32
-    count = triton.cdiv(rows, BM) + E
+    count = cdiv(rows, BM) + E
     tiles = offset.new_empty(count + 1, 4)
-    row_tiles_kernel[(triton.cdiv(count, BT),)](offset, tiles, count, E, BM, triton.next_power_of_2(E), BT, num_warps=4)
+    row_tiles_kernel[(cdiv(count, BT),)](offset, tiles, count, E, BM, next_power_of_2(E), BT, num_warps=4)
     return tiles
 
 
@@ -59,7 +60,7 @@ def lane_factors(scale: torch.Tensor) -> torch.Tensor:
     """int32 [E, G, N / 64, 32]: pairs of factors of scales [E, N, G] as W^T x loads them, see lane_factors_kernel."""
     (E, N, G), BG = scale.shape, 32
     y = scale.new_empty(E, G, N // 64, 64, dtype=torch.int16)
-    lane_factors_kernel[(E, N // 64, triton.cdiv(G, BG))](scale, y, N, G, BG, num_warps=4)
+    lane_factors_kernel[(E, N // 64, cdiv(G, BG))](scale, y, N, G, BG, num_warps=4)
     return y.view(torch.int32)
 
 
@@ -68,11 +69,15 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _layout(swizzle: int, bits: int, dimensions: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle, bits, dimensions)
+
+
 def _described(
     x: torch.Tensor, shape: list[int], strides: list[int], block: list[int], swizzle: int
 ) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle, 8 * x.dtype.itemsize, len(block))
-    return TensorDescriptor(x, shape, strides, block, layout)
+    return TensorDescriptor(x, shape, strides, block, _layout(swizzle, 8 * x.dtype.itemsize, len(block)))
 
 
 def _weights(weight: torch.Tensor, packed: bool, forward: bool, gated: bool) -> TensorDescriptor:
@@ -93,7 +98,7 @@ def product(
     x_RK: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
-    offset: torch.Tensor,
+    tiles: torch.Tensor,
     forward: bool,
     y: torch.Tensor | None,
     h: torch.Tensor | None = None,
@@ -108,15 +113,19 @@ def product(
 ) -> None:
     """y [R, N] = W x of every row of x [R, K], or W^T x; plus scaling * factor^T low, see products.add_low_rank.
 
-    With h [R, N / 2], y are gates and ups, or None, and h their activation, in contraction order if `ordered`.
+    tiles are those of `row_tiles`. With h [R, N / 2], y are gates and ups, or None, and h their activation, in
+    contraction order if `ordered`.
     """
     (R, K), packed, gated = x_RK.shape, scale is not None, h is not None
     N = 2 * h.shape[1] if gated else y.shape[1]
-    rank = 0 if low is None else low.shape[1]
+    rank, steps = 0, 0
+    if low is not None:
+        rank, steps = factor.shape[1], cdiv(factor.shape[1], BR.value)
+        low = _described(low, list(low.shape), list(low.stride()), [BX.value, BR.value], 128)
     x, weights = _described(x_RK, [R, K], [K, 1], [BX.value, BK.value], 128), _weights(weight, packed, forward, gated)
     if packed and not forward:
         scale = lane_factors(scale)
     product_kernel[(multiprocessors(x_RK.device),)](
-        x, weights, scale, low, factor, rank, y, h, row_tiles(offset, R), stride, scaling, beta, linear_beta, N, K,
-        forward, packed, gated, ordered, ACTIVATION, BM, STAGES[packed], num_warps=4,
+        x, weights, scale, low, factor, rank, y, h, tiles, stride, scaling, beta, linear_beta, N, K,
+        forward, packed, gated, ordered, ACTIVATION, steps, BM, STAGES[packed], num_warps=4,
     )  # fmt: skip

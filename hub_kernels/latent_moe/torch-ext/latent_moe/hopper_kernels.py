@@ -27,12 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .activation import activate
+from .low_rank import nearest_tf32
 from .mxfp4 import contraction_order, factors, pairs, scaled, two_values
 
 BO = gl.constexpr(64)
 BK = gl.constexpr(64)
 # Rows that are loaded at a time; tiles have a multiple of them.
 BX = gl.constexpr(64)
+# Ranks of a step of the contraction over low-rank rows: in fp32, as many bytes as BK columns of bf16.
+BR = gl.constexpr(32)
 # Tiles of rows that meet one tile of weights before the next one: what both read stays in cache.
 ROW_TILES_TOGETHER = gl.constexpr(8)
 
@@ -47,6 +50,7 @@ class Form(NamedTuple):
     GATED: gl.constexpr
     ORDERED: gl.constexpr
     ACTIVATION: gl.constexpr
+    LOW: gl.constexpr
 
 
 # A warpgroup's 64 outputs, and the places in which tensor cores expect the left operand: a lane is [g, q], eight rows
@@ -173,14 +177,31 @@ def before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def low_rows(b_x, BM: gl.constexpr):
+    """A place of the ring as one for low-rank rows."""
+    return b_x._reinterpret(gl.float32, [BM, BR], gl.NVMMASharedLayout(128, 32, 2))
+
+
+@gluon.jit
+def load_rows(x, b_x, b_full, i_m, i_k, boxes, BYTES: gl.constexpr, BM: gl.constexpr):
+    """Rows from i_m on, columns from i_k on, of x into b_x [BM, columns]; b_full then waits for them and BYTES more."""
+    BYTES_X: gl.constexpr = x.block_type.nbytes
+    for i_b in gl.static_range(BM // BX):
+        last = i_b == BM // BX - 1
+        mbarrier.expect(b_full, BYTES + (i_b + 1) * BYTES_X, pred=(boxes == i_b + 1) | (last & (boxes > i_b)))
+    for i_b in gl.static_range(BM // BX):
+        at = [i_m + i_b * BX, i_k]
+        tma.async_copy_global_to_shared(x, at, b_full, b_x.slice(i_b * BX, BX), pred=boxes > i_b)
+
+
+@gluon.jit
 def load_tiles(
-    x, weight, tiles, ring, NB: gl.constexpr, KT: gl.constexpr, FORWARD: gl.constexpr, WORD: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr,
+    x, weight, low, tiles, ring, NB: gl.constexpr, KT: gl.constexpr, FORWARD: gl.constexpr, WORD: gl.constexpr,
+    LOW: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The role that loads. WORD: values in an element of the weights."""
     ring_x, ring_w, full, empty = ring
     BYTES_W: gl.constexpr = 2 * weight.block_type.nbytes
-    BYTES_X: gl.constexpr = BX * BK * 2
     count = gl.load(tiles)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     for i_p in range(gl.program_id(0), count * NB, gl.num_programs(0)):
@@ -189,13 +210,7 @@ def load_tiles(
         for i_k in range(KT):
             b_full = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            b_x = ring_x.index(stage)
-            for i_b in gl.static_range(BM // BX):
-                last = i_b == BM // BX - 1
-                mbarrier.expect(b_full, BYTES_W + (i_b + 1) * BYTES_X, pred=(boxes == i_b + 1) | (last & (boxes > i_b)))
-            for i_b in gl.static_range(BM // BX):
-                at = [i_m + i_b * BX, i_k * BK]
-                tma.async_copy_global_to_shared(x, at, b_full, b_x.slice(i_b * BX, BX), pred=boxes > i_b)
+            load_rows(x, ring_x.index(stage), b_full, i_m, i_k * BK, boxes, BYTES_W, BM)
             for i_w in gl.static_range(2):
                 b_w = ring_w.index(2 * stage + i_w)
                 if FORWARD:
@@ -204,6 +219,10 @@ def load_tiles(
                 else:
                     at_w = [i_e, i_k * BK, (2 * i_n + i_w) * (BO // WORD)]
                     tma.async_copy_global_to_shared(weight, at_w, b_full, b_w)
+            stage, phase = after(stage, phase, STAGES)
+        for i_r in gl.static_range(LOW):
+            mbarrier.wait(empty.index(stage), phase)
+            load_rows(low, low_rows(ring_x.index(stage), BM), full.index(stage), i_m, i_r * BR, boxes, 0, BM)
             stage, phase = after(stage, phase, STAGES)
 
 
@@ -381,40 +400,43 @@ def float_products(
 
 
 @gluon.jit
-def add_low_rank(acc, low, factor, rank, scaling, i_m, end, i_o, form, BM: gl.constexpr):
-    """acc [BO, BM] + scaling * factor^T low^T, in fp32; see products.add_low_rank."""
-    LAYOUT: gl.constexpr = acc.type.layout
+def factor_values(factor, rank, i_r: gl.constexpr, i_o, form, LEFT: gl.constexpr):
+    """fp32 [BO, BR]: ranks from i_r on of the factor, for a warpgroup's outputs from i_o on; zero from `rank` on."""
     N: gl.constexpr = form.N
-    o_n = gl.arange(0, BO, layout=gl.SliceLayout(1, LAYOUT))
+    o_n = gl.arange(0, BO, layout=gl.SliceLayout(1, LEFT))
     if form.GATED:
         o_n = i_o // 2 + o_n // 16 * 8 + o_n % 8 + o_n // 8 % 2 * (N // 2)
     elif form.PACKED and not form.FORWARD:
         o_n = i_o + o_n // 16 % 2 * 32 + o_n % 8 * 4 + o_n // 32 * 2 + o_n // 8 % 2
     else:
         o_n = i_o + o_n
-    o_m = i_m + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-    p_f, p_l = factor + gl.minimum(o_n, N - 1), low + o_m.to(gl.int64) * rank
-    for i_r in range(rank):
-        b_f = gl.load(p_f + i_r * N).to(gl.float32) * scaling
-        b_l = gl.load(p_l + i_r, mask=o_m < end, other=0.0)
-        acc += gl.expand_dims(b_f, 1) * gl.expand_dims(b_l, 0)
-    return acc
+    o_r = gl.expand_dims(i_r + gl.arange(0, BR, layout=gl.SliceLayout(0, LEFT)), 0)
+    p_f = factor + gl.expand_dims(gl.minimum(o_n, N - 1), 1) + o_r * N
+    return gl.load(p_f, mask=(o_r < rank) & (gl.expand_dims(o_n, 1) < N), other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def add_and_store(
-    acc, low, factor, rank, scaling, y, h, place, place_h, bounds, i_m, end, i_o, form, BM: gl.constexpr
-):  # fmt: skip
-    """The low-rank term, the activation, and the store of acc [BO, BM]: rows from i_m on, outputs from i_o on."""
+def low_rank_products(b_f, scaling, ring, stage, phase, acc, tail, BM: gl.constexpr, TAIL: gl.constexpr, STAGES):
+    """acc + scaling * factor^T low^T, a step of the contraction in tf32, and the place in the ring behind it."""
+    ring_x, _, full, empty = ring
+    b_a = nearest_tf32(b_f * scaling)
+    mbarrier.wait(full.index(stage), phase)
+    acc, tail = products(b_a, low_rows(ring_x.index(stage), ring_x.shape[1]), acc, tail, BM, TAIL)
+    acc, tail = finished(acc, tail, 0, TAIL)
+    mbarrier.arrive(empty.index(stage))
+    stage, phase = after(stage, phase, STAGES)
+    return acc, tail, stage, phase
+
+
+@gluon.jit
+def activate_and_store(acc, y, h, place, place_h, bounds, i_m, end, i_o, form, BM: gl.constexpr):
+    """The activation, and the store of acc [BO, BM]: rows from i_m on, outputs from i_o on."""
     beta, linear_beta = bounds
     N: gl.constexpr = form.N
     B: gl.constexpr = min(BM, BX)
     for i_b in gl.static_range(BM // B):
-        b_y = columns(acc, i_b, BM, B)
+        b_y = columns(acc, i_b, BM, B).to(gl.bfloat16)
         i_r = i_m + i_b * B
-        if low is not None:
-            b_y = add_low_rank(b_y, low, factor, rank, scaling, i_r, end, i_o, form, B)
-        b_y = b_y.to(gl.bfloat16)
         if form.GATED:
             b_y = gl.reshape(b_y, [4, 2, 8, B])
             if y is not None:
@@ -437,13 +459,21 @@ def add_and_store(
 
 @gluon.jit
 def multiply_tile(
-    scale, low, factor, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o, form,
+    scale, factor, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o, form,
     i_w: gl.constexpr, BM: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's outputs of BM + TAIL rows, and the place in the ring behind the tile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     KT: gl.constexpr = form.K // BK
+    if form.LOW > 0:
+        # Long before they are needed: behind the contraction, a warpgroup would wait for them.
+        ACC_LOW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 8])
+        TAIL_LOW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 8])
+        LEFT_LOW: gl.constexpr = gl.DotOperandLayout(0, ACC_LOW, 1)
+        b_f = factor_values(factor, rank, 0, i_o, form, LEFT_LOW)
+        if form.LOW > 1:
+            b_f2 = factor_values(factor, rank, BR, i_o, form, LEFT_LOW)
     acc = gl.zeros([BO, BM], gl.float32, layout=ACC)
     if TAIL > 0:
         tail = gl.zeros([BO, TAIL], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16]))
@@ -457,16 +487,23 @@ def multiply_tile(
         )
     else:
         acc, tail, stage, phase = float_products(ring, stage, phase, acc, tail, i_w, KT, form.FORWARD, BM, TAIL, STAGES)
-    add_and_store(acc, low, factor, rank, scaling, y, h, place, place_h, bounds, i_m, end, i_o, form, BM)
+    if form.LOW > 0:
+        # Products of fp32 contract over 8 at a time, not 16; sums lie the same.
+        acc = gl.convert_layout(acc, ACC_LOW, assert_trivial=True)
+        if TAIL > 0:
+            tail = gl.convert_layout(tail, TAIL_LOW, assert_trivial=True)
+        acc, tail, stage, phase = low_rank_products(b_f, scaling, ring, stage, phase, acc, tail, BM, TAIL, STAGES)
+        if form.LOW > 1:
+            acc, tail, stage, phase = low_rank_products(b_f2, scaling, ring, stage, phase, acc, tail, BM, TAIL, STAGES)
+    activate_and_store(acc, y, h, place, place_h, bounds, i_m, end, i_o, form, BM)
     if TAIL > 0:
-        i_m += BM
-        add_and_store(tail, low, factor, rank, scaling, y, h, place, place_h, bounds, i_m, end, i_o, form, TAIL)
+        activate_and_store(tail, y, h, place, place_h, bounds, i_m + BM, end, i_o, form, TAIL)
     return stage, phase
 
 
 @gluon.jit
 def multiply_tiles(
-    scale, low, factor, rank, stride, scaling, y, h, places, places_h, bounds, tiles, ring, form,
+    scale, factor, rank, stride, scaling, y, h, places, places_h, bounds, tiles, ring, form,
     i_w: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The role that multiplies: warpgroup i_w has the outputs from 64 i_w on of every 128."""
@@ -477,33 +514,33 @@ def multiply_tiles(
     for i_p in range(gl.program_id(0), count * NB, gl.num_programs(0)):
         i_e, i_m, end, i_n = tile_of(tiles, count, i_p, NB)
         p_f = factor
-        if low is not None:
+        if form.LOW > 0:
             p_f += i_e.to(gl.int64) * stride
         i_o = (2 * i_n + i_w) * BO
         rows = end - i_m
         if BM > 192 and rows > 192:
             stage, phase = multiply_tile(
-                scale, low, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
+                scale, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
                 form, i_w, 256, 0, STAGES,
             )  # fmt: skip
         elif BM > 128 and rows > 160:
             stage, phase = multiply_tile(
-                scale, low, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
+                scale, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
                 form, i_w, 128, 64, STAGES,
             )  # fmt: skip
         elif BM > 128 and rows > 128:
             stage, phase = multiply_tile(
-                scale, low, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
+                scale, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
                 form, i_w, 128, 32, STAGES,
             )  # fmt: skip
         elif BM > 64 and rows > 64:
             stage, phase = multiply_tile(
-                scale, low, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
+                scale, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
                 form, i_w, 128, 0, STAGES,
             )  # fmt: skip
         else:
             stage, phase = multiply_tile(
-                scale, low, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
+                scale, p_f, rank, scaling, y, h, place, place_h, bounds, ring, stage, phase, i_e, i_m, end, i_o,
                 form, i_w, 64, 0, STAGES,
             )  # fmt: skip
 
@@ -512,7 +549,7 @@ def multiply_tiles(
 def product_kernel(
     x, weight, scale, low, factor, rank, y, h, tiles, stride, scaling, beta, linear_beta,
     N: gl.constexpr, K: gl.constexpr, FORWARD: gl.constexpr, PACKED: gl.constexpr, GATED: gl.constexpr,
-    ORDERED: gl.constexpr, ACTIVATION: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    ORDERED: gl.constexpr, ACTIVATION: gl.constexpr, LOW: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y [R, N] = W x of every row of x [R, K]; GATED: y are gates and ups, if asked for, and h their activation, in
     contraction order if ORDERED.
@@ -539,18 +576,18 @@ def product_kernel(
             (
                 multiply_tiles,
                 (
-                    scale, low, factor, rank, stride, scaling, y, h, places, places_h, (beta, linear_beta), tiles,
-                    ring, Form(N, K, FORWARD, PACKED, GATED, ORDERED, ACTIVATION), FIRST, BM, STAGES,
+                    scale, factor, rank, stride, scaling, y, h, places, places_h, (beta, linear_beta), tiles,
+                    ring, Form(N, K, FORWARD, PACKED, GATED, ORDERED, ACTIVATION, LOW), FIRST, BM, STAGES,
                 ),
             ),
             (
                 multiply_tiles,
                 (
-                    scale, low, factor, rank, stride, scaling, y, h, places, places_h, (beta, linear_beta), tiles,
-                    ring, Form(N, K, FORWARD, PACKED, GATED, ORDERED, ACTIVATION), SECOND, BM, STAGES,
+                    scale, factor, rank, stride, scaling, y, h, places, places_h, (beta, linear_beta), tiles,
+                    ring, Form(N, K, FORWARD, PACKED, GATED, ORDERED, ACTIVATION, LOW), SECOND, BM, STAGES,
                 ),
             ),
-            (load_tiles, (x, weight, tiles, ring, NB, KT, FORWARD, WORD, BM, STAGES)),
+            (load_tiles, (x, weight, low, tiles, ring, NB, KT, FORWARD, WORD, LOW, BM, STAGES)),
         ],
         [4, 1],
         [240, 24],

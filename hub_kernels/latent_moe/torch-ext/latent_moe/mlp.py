@@ -8,6 +8,8 @@ decoding the same weights again for every tile of rows may cost more than decodi
 workspace takes as many experts at a time as it has room for.
 """
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,9 +18,10 @@ import triton
 
 from .activation import activation_backward_kernel, activation_code, fast
 from .expert_kernels import backward_kernel, forward_kernel, gate_up_kernel
+from .integers import cdiv, next_power_of_2
 from .low_rank import factor_gradient, low_rank, precision, rank_tile
 from .mxfp4 import decode, in_contraction_order, packed_arithmetic
-from .token_kernels import sum_slots, weight_gradient
+from .token_kernels import sum_slots
 
 try:
     from . import hopper
@@ -65,7 +68,8 @@ class Matrices(NamedTuple):
         return Matrices(*(x if x is None else x[chosen] for x in self[:4]), self.scaling)
 
 
-class Plan(NamedTuple):
+@dataclasses.dataclass
+class Plan:
     """Where rows are, and the activation."""
 
     slot_R: torch.Tensor
@@ -82,6 +86,11 @@ class Plan(NamedTuple):
     @property
     def rows(self) -> int:
         return len(self.slot_R)
+
+    @functools.cached_property
+    def tiles(self) -> torch.Tensor:
+        """Of the products for Hopper, the same in all of them."""
+        return hopper.row_tiles(self.offset, self.rows)
 
     def act(self) -> dict[str, Any]:
         linear_beta = 1.0 if self.linear_beta is None else self.linear_beta
@@ -129,19 +138,19 @@ def _tiles(product: str, part: Matrices, rows: int, dtype: torch.dtype) -> dict[
 
 
 def _options(
-    product: str, part: Matrices, outputs: int, rows: int, dtype: torch.dtype, low: torch.Tensor | None
+    product: str, part: Matrices, outputs: int, rows: int, dtype: torch.dtype
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and keyword arguments that the kernels have in common; `outputs` per tile of BN."""
     tiles = _tiles(product, part, rows, dtype)
     E, packed = len(part.weight), part.scale is not None
-    rank = 1 if low is None else low.shape[1]
-    grid = (triton.cdiv(rows, tiles["BM"]) + E) * triton.cdiv(outputs, tiles["BN"])
+    rank = 1 if part.a is None else part.a.shape[1]
+    grid = (cdiv(rows, tiles["BM"]) + E) * cdiv(outputs, tiles["BN"])
     return (grid,), {
         **tiles,
         "E": E,
         "RANK": rank,
         "BR": rank_tile(rank),
-        "BE": triton.next_power_of_2(E),
+        "BE": next_power_of_2(E),
         "PACKED": packed,
         "PTX": packed and packed_arithmetic(dtype),
         "PRECISION": precision(dtype),
@@ -149,9 +158,10 @@ def _options(
     }
 
 
-def _adapter(low_Rr: torch.Tensor | None, factor_ErN: torch.Tensor | None, scaling: float) -> dict[str, Any]:
-    stride = 0 if low_Rr is None else factor_ErN.stride(0)
-    return {"low": low_Rr, "factor": None if low_Rr is None else factor_ErN, "stride": stride, "scaling": scaling}
+def _adapter(low_RP: torch.Tensor | None, factor_ErN: torch.Tensor | None, scaling: float) -> dict[str, Any]:
+    if low_RP is None:
+        return {"low": None, "factor": None, "stride": 0, "scaling": 1.0}
+    return {"low": low_RP, "factor": factor_ErN, "stride": factor_ErN.stride(0), "scaling": scaling}
 
 
 def _words(weight: torch.Tensor, packed: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -159,7 +169,7 @@ def _words(weight: torch.Tensor, packed: bool, dtype: torch.dtype) -> torch.Tens
 
 
 def _gate_up(
-    x_TL: torch.Tensor, low_Rr: torch.Tensor | None, gate_up: Matrices, plan: Plan, keep: bool, ordered: bool
+    x_TL: torch.Tensor, low_RP: torch.Tensor | None, gate_up: Matrices, plan: Plan, keep: bool, ordered: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """h [R, F], or in contraction order, and gates and ups [R, 2F] if kept."""
     (_, N, L), R, F = gate_up.shape, plan.rows, gate_up.shape[1] // 2
@@ -168,66 +178,66 @@ def _gate_up(
     gu_RF = x_TL.new_empty(R, N) if keep else None
     if on_hopper(x_TL, gate_up, R):
         x_RL = hopper.gathered(x_TL, plan.slot_R, plan.offset, plan.slots, inside)
-        adapter = _adapter(low_Rr, gate_up.b, gate_up.scaling)
+        adapter = _adapter(low_RP, gate_up.b, gate_up.scaling)
         hopper.product(
-            x_RL, gate_up.weight, gate_up.scale, plan.offset, True, gu_RF, h, ordered, **adapter, **plan.act()
+            x_RL, gate_up.weight, gate_up.scale, plan.tiles, True, gu_RF, h, ordered, **adapter, **plan.act()
         )
         return h, gu_RF
     x = in_contraction_order(x_TL) if inside else x_TL
     for part, offset in _parts(x_TL, gate_up, plan.offset, R):
         packed = part.scale is not None
-        grid, options = _options("gate_up", part, N, R, x_TL.dtype, low_Rr)
+        grid, options = _options("gate_up", part, N, R, x_TL.dtype)
         gate_up_kernel[grid](
             x, plan.slot_R, offset, _words(part.weight, packed, torch.int32), part.scale,
             gate_up=gu_RF, h=h, R=R, S=plan.slots, L=L, F=F, FAST=fast(x_TL.dtype),
-            ORDERED=ordered, **_adapter(low_Rr, part.b, part.scaling), **plan.act(), **options,
+            ORDERED=ordered, **_adapter(low_RP, part.b, part.scaling), **plan.act(), **options,
         )  # fmt: skip
     return h, gu_RF
 
 
-def _forward(x: torch.Tensor, low_Rr: torch.Tensor | None, matrices: Matrices, plan: Plan) -> torch.Tensor:
+def _forward(x: torch.Tensor, low_RP: torch.Tensor | None, matrices: Matrices, plan: Plan) -> torch.Tensor:
     (_, N, K), R = matrices.shape, plan.rows
     y_RN = x.new_empty(R, N)
     if on_hopper(x, matrices, R):
-        adapter = _adapter(low_Rr, matrices.b, matrices.scaling)
-        hopper.product(x, matrices.weight, matrices.scale, plan.offset, True, y_RN, **adapter)
+        adapter = _adapter(low_RP, matrices.b, matrices.scaling)
+        hopper.product(x, matrices.weight, matrices.scale, plan.tiles, True, y_RN, **adapter)
         return y_RN
     for part, offset in _parts(x, matrices, plan.offset, R):
         packed = part.scale is not None
-        grid, options = _options("forward", part, N, R, x.dtype, low_Rr)
+        grid, options = _options("forward", part, N, R, x.dtype)
         forward_kernel[grid](
             x, offset, _words(part.weight, packed, torch.int32), part.scale, y=y_RN, R=R, N=N, K=K,
-            **_adapter(low_Rr, part.b, part.scaling), **options,
+            **_adapter(low_RP, part.b, part.scaling), **options,
         )  # fmt: skip
     return y_RN
 
 
 def _backward(
-    dy: torch.Tensor, slot_R: torch.Tensor | None, low_Rr: torch.Tensor | None, matrices: Matrices, plan: Plan
+    dy: torch.Tensor, slot_R: torch.Tensor | None, low_RP: torch.Tensor | None, matrices: Matrices, plan: Plan
 ) -> torch.Tensor:
     (_, N, K), R = matrices.shape, plan.rows
     dx_RK = dy.new_empty(R, K)
     if on_hopper(dy, matrices, R):
         dy_RN = dy if slot_R is None else hopper.gathered(dy, slot_R, plan.offset, plan.slots, False)
-        adapter = _adapter(low_Rr, matrices.a, matrices.scaling)
-        hopper.product(dy_RN, matrices.weight, matrices.scale, plan.offset, False, dx_RK, **adapter)
+        adapter = _adapter(low_RP, matrices.a, matrices.scaling)
+        hopper.product(dy_RN, matrices.weight, matrices.scale, plan.tiles, False, dx_RK, **adapter)
         return dx_RK
     for part, offset in _parts(dy, matrices, plan.offset, R):
         packed = part.scale is not None
-        grid, options = _options("backward", part, K, R, dy.dtype, low_Rr)
+        grid, options = _options("backward", part, K, R, dy.dtype)
         backward_kernel[grid](
             dy, slot_R, offset, _words(part.weight, packed, torch.int16), part.scale, dx=dx_RK, R=R, S=plan.slots, N=N,
-            K=K, **_adapter(low_Rr, part.a, part.scaling), **options,
+            K=K, **_adapter(low_RP, part.a, part.scaling), **options,
         )  # fmt: skip
     return dx_RK
 
 
 class Kept(NamedTuple):
-    """What forward leaves for backward: gates and ups [R, 2F] or None, and the low-rank products [R, r] or None."""
+    """What forward leaves for backward: gates and ups [R, 2F] or None, and low-rank rows or None, see low_rank.py."""
 
     gate_up_RF: torch.Tensor | None
-    low_gate_up_Rr: torch.Tensor | None
-    low_down_Rr: torch.Tensor | None
+    low_gate_up_RP: torch.Tensor | None
+    low_down_RP: torch.Tensor | None
 
 
 def forward(
@@ -243,7 +253,8 @@ def forward(
     if down.a is not None:
         low_2 = low_rank(h, None, plan.offset, down.a, 1, R, ordered)
     y_RL = _forward(h, low_2, down, plan)
-    return sum_slots(y_RL, plan.row_TS, weights_TS, torch.float32), Kept(gu_RF, low_1, low_2)
+    out_TL, _ = sum_slots(y_RL, plan.row_TS, weights_TS, torch.float32)
+    return out_TL, Kept(gu_RF, low_1, low_2)
 
 
 class Gradients(NamedTuple):
@@ -272,12 +283,12 @@ def backward(
     dy_TL = dout_TL.to(x_TL.dtype)
     gu_RF = kept.gate_up_RF
     if gu_RF is None:
-        _, gu_RF = _gate_up(x_TL, kept.low_gate_up_Rr, gate_up, plan, keep=True, ordered=False)
+        _, gu_RF = _gate_up(x_TL, kept.low_gate_up_RP, gate_up, plan, keep=True, ordered=False)
     low_2 = None if down.a is None else low_rank(dy_TL, slot_R, offset, down.b, slots, R)
     dh_RF = _backward(dy_TL, slot_R, low_2, down, plan)
     dgu_RF, dots_R = torch.empty_like(gu_RF), gu_RF.new_empty(R, dtype=torch.float32)
     h_RF = None if down.a is None else torch.empty_like(dh_RF)
-    BF = min(2048, triton.next_power_of_2(F))
+    BF = min(2048, next_power_of_2(F))
     activation_backward_kernel[(R,)](
         gu_RF, dh_RF, slot_R, weights_TS, offset, dgu_RF, dots_R, h_RF, R, **plan.act(), E=E, F=F,
         FAST=fast(x_TL.dtype), BF=BF, num_warps=max(1, BF // 256),
@@ -286,14 +297,13 @@ def backward(
     da_1 = db_1 = da_2 = db_2 = low_1 = None
     if down.a is not None:
         da_2 = factor_gradient(low_2, h_RF, slot_R, weights_TS, offset, down.a, down.scaling, slots, False)
-        db_2 = factor_gradient(kept.low_down_Rr, dy_TL, slot_R, weights_TS, offset, down.b, down.scaling, slots, True)
+        db_2 = factor_gradient(kept.low_down_RP, dy_TL, slot_R, weights_TS, offset, down.b, down.scaling, slots, True)
     if gate_up.a is not None:
         low_1 = low_rank(dgu_RF, None, offset, gate_up.b, 1, R)
         da_1 = factor_gradient(low_1, x_TL, slot_R, None, offset, gate_up.a, gate_up.scaling, slots, True)
         db_1 = factor_gradient(
-            kept.low_gate_up_Rr, dgu_RF, None, None, offset, gate_up.b, gate_up.scaling, slots, False
+            kept.low_gate_up_RP, dgu_RF, None, None, offset, gate_up.b, gate_up.scaling, slots, False
         )
     dx_RL = _backward(dgu_RF, None, low_1, gate_up, plan)
-    dx_TL = sum_slots(dx_RL, plan.row_TS, None, x_TL.dtype)
-    dweights_TS = weight_gradient(dots_R, plan.row_TS, weights_TS.dtype)
+    dx_TL, dweights_TS = sum_slots(dx_RL, plan.row_TS, None, x_TL.dtype, dots_R, weights_TS.dtype)
     return Gradients(dx_TL, dweights_TS, da_1, db_1, da_2, db_2)

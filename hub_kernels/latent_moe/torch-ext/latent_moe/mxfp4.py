@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .integers import cdiv
+
 # Columns that share a scale, inside which the products over packed weights reorder the contraction.
 GROUP = tl.constexpr(32)
 
@@ -171,13 +173,13 @@ def in_contraction_order(x_RK: torch.Tensor) -> torch.Tensor:
     """What `forward_product` takes as rows where weights are packed, K a multiple of 32."""
     (R, K), BM, BK = x_RK.shape, 16, 128
     y_RK = torch.empty_like(x_RK)
-    order_kernel[(triton.cdiv(R, BM), triton.cdiv(K, BK))](x_RK, y_RK, R, K, BM, BK)
+    order_kernel[(cdiv(R, BM), cdiv(K, BK))](x_RK, y_RK, R, K, BM, BK)
     return y_RK
 
 
 def decode(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     """uint8 [E, N, K / 2] and [E, N, K / 32], contiguous -> `out` [E, N, K], in its dtype."""
     words, BW = packed.numel() // 4, 512
-    decode_kernel[(triton.cdiv(words, BW),)](
+    decode_kernel[(cdiv(words, BW),)](
         packed.view(torch.int32), scale, out, words, BW, packed_arithmetic(out.dtype), num_warps=4
     )

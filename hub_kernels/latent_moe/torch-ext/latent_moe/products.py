@@ -208,10 +208,12 @@ def add_low_rank(
     acc, low, factor, stride, i_e, i_m, end, o_n, scaling, N: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] + scaling * factor^T low^T: low fp32 [R, RANK], factor [RANK, N] of every expert, `stride` apart."""
+    """acc [BN, BM] + scaling * factor^T low^T: low-rank rows, see low_rank.py, and factor [RANK, N] of every expert,
+    `stride` apart."""
     o_m, o_r = i_m + tl.arange(0, BM), tl.arange(0, BR)
     m_r = (o_r < RANK)[None, :]
-    b_l = tl.load(low + o_m.to(tl.int64)[:, None] * RANK + o_r[None, :], mask=m_r & (o_m < end)[:, None], other=0.0)
+    P: tl.constexpr = tl.cdiv(RANK, 4) * 4
+    b_l = tl.load(low + o_m.to(tl.int64)[:, None] * P + o_r[None, :], mask=m_r & (o_m < end)[:, None], other=0.0)
     p_f = factor + i_e.to(tl.int64) * stride + o_r[None, :] * N + o_n[:, None]
     b_f = tl.load(p_f, mask=m_r & (o_n < N)[:, None], other=0.0).to(tl.float32)
     return add_product(acc, b_f * scaling, tl.trans(b_l), PRECISION)

@@ -13,6 +13,7 @@ from ._ops import op
 from .backward import add_shares_kernel, delta_kernel, query_gradients_kernel, shares_kernel
 from .checks import check_selection, check_sink, check_values
 from .forward import probabilities_kernel, values_kernel
+from .places import Places
 from .tiles import head_tiles
 
 # Launch settings, chosen for 96 heads and keys of 576 columns on an H200.
@@ -59,8 +60,11 @@ def sparse_attention(
 class Launch:
     """Sizes that the kernels share, as keyword arguments, and ranges of queries that go together."""
 
-    def __init__(self, q_TNL: torch.Tensor, index_Tk: torch.Tensor, value_width: int, columns: int):
-        """columns: what is kept per query and selected key until the next step has read it."""
+    def __init__(self, q_TNL: torch.Tensor, index_Tk: torch.Tensor, value_width: int, columns: int, besides: int = 0):
+        """columns: what is kept per query and selected key until the next step has read it.
+
+        besides: bytes per query that do not depend on what it selected.
+        """
         (self.T, N, L), k = q_TNL.shape, index_Tk.shape[1]
         BN0, BN1 = head_tiles(N)
         BK = min(TILE, max(16, triton.next_power_of_2(k)))
@@ -76,7 +80,7 @@ class Launch:
         selection = {"N": N, "L": L, "KS": k, "KT": self.KT, "BK": BK}
         self.scores = {**self.heads, **selection, "BC": BC, **precision}
         self.product = {**selection, "BP": min(STEP, BK), **precision}
-        C = max(1, SCRATCH_BYTES // (self.KP * columns * q_TNL.element_size()))
+        C = max(1, SCRATCH_BYTES // (self.KP * columns * q_TNL.element_size() + besides))
         if q_TNL.is_cuda:
             # As many programs for each multiprocessor.
             processors = torch.cuda.get_device_properties(q_TNL.device).multi_processor_count
@@ -123,7 +127,8 @@ def _forward(
     if not q.shape[0]:
         return out, lse
     count, sink = counts(index), None if sink_N is None else sink_N.contiguous()
-    if _fused(q, value_width):
+    # There, maxima are those of scores that have not been scaled.
+    if _fused(q, value_width) and scale > 0:
         from .forward_hopper import attention_kernel
 
         with torch.cuda.device_of(q):
@@ -179,10 +184,9 @@ def _backward(
     dq, dkv, delta = torch.empty_like(q), lse_TN.new_zeros(S, L), torch.empty_like(lse_TN)
     if not T * S:
         return dq.zero_(), dkv.to(kv.dtype), delta.zero_()
-    launch = Launch(q, index, V, N + L)
+    launch = Launch(q, index, V, N + L, triton.cdiv(S, Places.KEYS_PER_BYTE))
     ds, shares = q.new_empty(launch.C, launch.KP, N), q.new_empty(launch.C * launch.k, L)
-    order = torch.arange(launch.C * launch.k, dtype=torch.int32, device=q.device)
-    count, keys = counts(index), torch.arange(S + 1, dtype=torch.int32, device=q.device)
+    count, places = counts(index), Places(launch.C, launch.k, S, q.device)
     # Columns behind the values, as the tensor cores take them.
     BR = max(16, triton.next_power_of_2(L - V)) if L > V else 0
     with torch.cuda.device_of(q):
@@ -191,10 +195,8 @@ def _backward(
         )
         for r in launch.ranges:
             C = r.stop - r.start
-            # The slots of each key, in the order of the queries; those without a key come first.
-            key, slot = torch.sort(index[r].flatten(), stable=True)
-            place = torch.empty_like(key).scatter_(0, slot, order[: len(slot)])
-            arguments = q[r], dout[r], kv, index[r], place, lse_TN[r], delta[r], ds, shares, scale
+            places.set(index[r])
+            arguments = q[r], dout[r], kv, index[r], places.place, lse_TN[r], delta[r], ds, shares, scale
             if _fused(q, V) and N <= 96:
                 from .backward_hopper import shares_kernel as fused_kernel
 
@@ -205,8 +207,8 @@ def _backward(
                 ds, kv, index[r], count[r], dq[r], V=V, BV=launch.BV, BR=BR, **launch.heads, **launch.product, **PRODUCT
             )
             add_shares_kernel[(S,)](
-                shares, torch.searchsorted(key, keys), dkv, L=L, V=V, BQ=QUERIES_SUMMED,
-                BV=triton.next_power_of_2(V), BR=BR, **SUM,
+                shares, places.start, places.end, dkv, L=L, V=V, BQ=QUERIES_SUMMED, BV=triton.next_power_of_2(V),
+                BR=BR, **SUM,
             )  # fmt: skip
     return dq, dkv.to(kv.dtype), delta
 

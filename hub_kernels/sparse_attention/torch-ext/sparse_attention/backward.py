@@ -160,11 +160,11 @@ def _add(dkv, i_s, acc, i_c: tl.constexpr, stop: tl.constexpr, L: tl.constexpr, 
 
 @triton.jit
 def add_shares_kernel(
-    shares, start, dkv, L: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
+    shares, start, end, dkv, L: tl.constexpr, V: tl.constexpr, BQ: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dkv [S, L] plus the shares of each key s, rows start[s] to start[s + 1] of shares, in order; BR 0: L is V."""
+    """dkv [S, L] plus the shares of each key s, rows start[s] to end[s] of shares, in order; BR 0: L is V."""
     i_s = tl.program_id(0)
-    first, end = tl.load(start + i_s).to(tl.int32), tl.load(start + i_s + 1).to(tl.int32)
+    first, end = tl.load(start + i_s), tl.load(end + i_s)
     acc, rest = tl.zeros([BQ, BV], tl.float32), tl.zeros([BQ, BR if BR > 0 else 1], tl.float32)
     if end > first:
         for i_r in range(first, end, BQ):

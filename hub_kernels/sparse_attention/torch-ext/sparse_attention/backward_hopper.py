@@ -21,6 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .tiles import LOG2E
 
 BK, BC = gl.constexpr(128), gl.constexpr(64)
+# What is written is read once, much later: it leaves L2 before the keys do, which all queries read.
+STREAM = gl.constexpr(".cs")
+# Step of the shares in which the first columns of the next tile's keys are asked for, and in the two steps after it.
+AHEAD = gl.constexpr(2)
 # Of what threads read and write, 8 columns each: keys like the rows of products, heads as they lie in memory.
 KEYS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -42,10 +46,22 @@ KEYS_32 = gl.constexpr(
 )
 HEADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ENTRIES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
 ACC_32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC, 2))
 LEFT_32 = gl.constexpr(gl.DotOperandLayout(0, ACC_32, 2))
+
+
+@gluon.jit
+def _hold(x):
+    """Loads and stores stay on their side of this; x: any int32.
+
+    ptxas moves a load down to what needs it, behind the products that are to hide it, and stores down until registers
+    run out. It moves neither across a barrier of a warp, which is no instruction where the warp is together.
+    """
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -89,23 +105,28 @@ def _heads(p_x, i_n: gl.constexpr, i_c: gl.constexpr, N: gl.constexpr, D: gl.con
 def _fill(blocks, p_x, i_n: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
     """Heads from i_n on of x [N, D] into blocks [D / BC, heads, BC]."""
     BN: gl.constexpr = blocks.shape[1]
-    # Loads of one block are under way while the one before is stored.
-    b_x = _heads(p_x, i_n, 0, N, D, BN)
-    for i in gl.static_range(1, D // BC):
-        b_next = _heads(p_x, i_n, i * BC, N, D, BN)
-        blocks.index(i - 1).store(b_x)
-        b_x = b_next
-    blocks.index(D // BC - 1).store(b_x)
+    loaded = ()
+    for i in gl.static_range(D // BC):
+        loaded += (_heads(p_x, i_n, i * BC, N, D, BN),)
+    _hold(N)
+    for i in gl.static_range(D // BC):
+        blocks.index(i).store(loaded[i])
 
 
 @gluon.jit
-def _score_gradients(s, dp, p_lse, p_delta, scale, left, i_n: gl.constexpr, N: gl.constexpr):
+def _fill_vector(vector, p_x, N: gl.constexpr, other):
+    """x [N] into a vector of 128, exchanged like rows of blocks, `other` where there are no heads."""
+    o_n = _exchanged_places(gl.arange(0, 128, ENTRIES))
+    vector.store(gl.load(p_x + o_n, mask=o_n < N, other=other))
+
+
+@gluon.jit
+def _score_gradients(s, dp, lse, delta, scale, left, i_n: gl.constexpr):
     """Probabilities and gradients of scores [BK, heads from i_n on], of which the first `left` keys exist."""
     ACCUMULATED: gl.constexpr = s.type.layout
     m_k = gl.arange(0, BK, gl.SliceLayout(1, ACCUMULATED)) < left
-    o_n = i_n + _exchanged_places(gl.arange(0, s.shape[1], gl.SliceLayout(0, ACCUMULATED)))
-    b_lse = gl.load(p_lse + o_n, mask=o_n < N, other=float("inf"))
-    b_delta = gl.load(p_delta + o_n, mask=o_n < N, other=0.0)
+    b_lse = lse.slice(i_n, s.shape[1]).load(gl.SliceLayout(0, ACCUMULATED))
+    b_delta = delta.slice(i_n, s.shape[1]).load(gl.SliceLayout(0, ACCUMULATED))
     # The difference first: near 0, it has all its digits where scores are large.
     b_p = gl.exp2((s * scale - gl.expand_dims(b_lse, 0)) * LOG2E)
     b_p = gl.where(gl.expand_dims(m_k, 1), b_p, 0.0)
@@ -118,14 +139,15 @@ def _store_ds(b_ds, p_ds, i_k, i_n: gl.constexpr, N: gl.constexpr, KP: gl.conste
     o_n = i_n + gl.arange(0, b_ds.shape[1], gl.SliceLayout(0, LAYOUT))
     b_ds = gl.convert_layout(_exchanged(b_ds), LAYOUT, assert_trivial=True)
     p_ds = p_ds + gl.expand_dims(o_k, 1) * N + gl.expand_dims(o_n, 0)
-    gl.store(p_ds, b_ds, mask=gl.expand_dims(o_k < KP, 1) & gl.expand_dims(o_n < N, 0))
+    gl.store(p_ds, b_ds, mask=gl.expand_dims(o_k < KP, 1) & gl.expand_dims(o_n < N, 0), cache_modifier=STREAM)
 
 
 @gluon.jit
 def _store_share(acc, shares, b_place, m_k, i_c: gl.constexpr):
     o_c = i_c + gl.arange(0, BC, gl.SliceLayout(0, KEYS))
     b_share = gl.convert_layout(_exchanged(acc.to(shares.dtype.element_ty)), KEYS, assert_trivial=True)
-    gl.store(shares + gl.expand_dims(b_place, 1) + gl.expand_dims(o_c, 0), b_share, mask=gl.expand_dims(m_k, 1))
+    p_share = shares + gl.expand_dims(b_place, 1) + gl.expand_dims(o_c, 0)
+    gl.store(p_share, b_share, mask=gl.expand_dims(m_k, 1), cache_modifier=STREAM)
 
 
 @gluon.jit
@@ -141,11 +163,10 @@ def shares_kernel(
     i_t = gl.program_id(0).to(gl.int64)
     keys = gl.load(count + i_t)
     p_s, p_place, p_ds = index + i_t * KS, place + i_t * KS, ds + i_t * (KP * N)
-    p_lse, p_delta = lse + i_t * N, delta + i_t * N
     first = gl.maximum(gl.load(p_s), 0)
     dtype: gl.constexpr = kv.dtype.element_ty
     rows = _rows(p_s, 0, keys, first, L)
-    key0, key1 = _columns(kv, rows, 0), _columns(kv, rows, BC)
+    key0, key1, key2 = _columns(kv, rows, 0), _columns(kv, rows, BC), _columns(kv, rows, 2 * BC)
 
     q0 = gl.allocate_shared_memory(dtype, [STEPS, 64, BC], SHARED)
     d0 = gl.allocate_shared_memory(dtype, [VALUES, 64, BC], SHARED)
@@ -156,6 +177,11 @@ def shares_kernel(
         d1 = gl.allocate_shared_memory(dtype, [VALUES, 32, BC], SHARED)
         _fill(q1, q + i_t * (N * L), 64, N, L)
         _fill(d1, dout + i_t * (N * V), 64, N, V)
+    # Beside the keys that pass through it, the first cache would not keep them from one tile to the next.
+    b_lse = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
+    b_delta = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
+    _fill_vector(b_lse, lse + i_t * N, N, float("inf"))
+    _fill_vector(b_delta, delta + i_t * N, N, 0.0)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -172,9 +198,10 @@ def shares_kernel(
         before = s0
         for i in gl.static_range(STEPS):
             key = gl.convert_layout(_exchanged(key0), LEFT, assert_trivial=True)
-            key0 = key1
-            if i + 2 < STEPS:
-                key1 = _columns(kv, rows, (i + 2) * BC)
+            key0, key1 = key1, key2
+            if i + 3 < STEPS:
+                key2 = _columns(kv, rows, (i + 3) * BC)
+            _hold(i_k)
             s0 = warpgroup_mma(key, q0.index(base + i).permute((1, 0)), s0, use_acc=i > 0, is_async=True)
             if REST:
                 key_32 = gl.convert_layout(key, LEFT_32, assert_trivial=True)
@@ -192,15 +219,14 @@ def shares_kernel(
         else:
             s0, dp0, before = warpgroup_mma_wait(0, deps=(s0, dp0, before))
 
-        key0, key1 = _columns(kv, next_rows, 0), _columns(kv, next_rows, BC)
         rows = next_rows
-        p0, ds0 = _score_gradients(s0, dp0, p_lse, p_delta, scale, keys - i_k, 0, N)
+        p0, ds0 = _score_gradients(s0, dp0, b_lse, b_delta, scale, keys - i_k, 0)
         p0, ds0 = p0.to(dtype), ds0.to(dtype)
         _store_ds(ds0, p_ds, i_k, 0, N, KP, KEYS)
         p0 = gl.convert_layout(p0, LEFT, assert_trivial=True)
         ds0 = gl.convert_layout(ds0, LEFT, assert_trivial=True)
         if REST:
-            p1, ds1 = _score_gradients(s1, dp1, p_lse, p_delta, scale, keys - i_k, 64, N)
+            p1, ds1 = _score_gradients(s1, dp1, b_lse, b_delta, scale, keys - i_k, 64)
             p1, ds1 = p1.to(dtype), ds1.to(dtype)
             _store_ds(ds1, p_ds, i_k, 64, N, KP, KEYS_32)
             p1 = gl.convert_layout(p1, LEFT, assert_trivial=True)
@@ -220,6 +246,13 @@ def shares_kernel(
             if i > 0:
                 share = warpgroup_mma_wait(PRODUCTS if i < VALUES else PRODUCTS // 2, deps=(share,))
                 _store_share(share, shares, b_place, m_k, (i - 1) * BC)
+            if i == AHEAD:
+                key0 = _columns(kv, rows, 0)
+            if i == AHEAD + 1:
+                key1 = _columns(kv, rows, BC)
+            if i == AHEAD + 2:
+                key2 = _columns(kv, rows, 2 * BC)
+            _hold(i_k)
             share = acc
         if REST:
             share, ds0, ds1, p0, p1 = warpgroup_mma_wait(0, deps=(share, ds0, ds1, p0, p1))

@@ -29,7 +29,10 @@ SLACK = gl.constexpr(8.0)
 # Of copies, as threads make them: 16 bytes each, 8 threads per row of 64 columns, 32 rows at a time.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SHARED_32 = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# One vote of each warp, all of them in every thread.
+VOTES = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
 SCORES_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 SCORES_96 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
 OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))
@@ -77,11 +80,51 @@ def _add_scores(s, blocks, i_block, base, i_c: gl.constexpr, ROWS: gl.constexpr,
 
 
 @gluon.jit
-def _add_values(acc, blocks, i_block, i_n: gl.constexpr):
-    """acc [128 values, heads] plus products of values and probabilities, the latter from head i_n on."""
-    b_v = blocks.index(i_block)._reinterpret(blocks.dtype, [BK, 128], SHARED).permute((1, 0))
-    b_p = blocks.index(PROBABILITIES + i_n // 32)._reinterpret(blocks.dtype, [acc.type.shape[1], BK], SHARED)
+def _probabilities(blocks, i_k: gl.constexpr, i_n: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr):
+    """[HEADS, KEYS] of the probabilities, from head i_n and key i_k on; keys lie in parts of KEYS, 32 or all."""
+    if KEYS == BK:
+        return blocks.index(PROBABILITIES + i_n // 32)._reinterpret(blocks.dtype, [HEADS, BK], SHARED)
+    else:
+        # Half a block for every 32 heads; the rows of no heads of one part fall onto the next part.
+        halves = blocks._reinterpret(blocks.dtype, [2 * BLOCKS, 32, KEYS], SHARED_32)
+        return halves.index(2 * PROBABILITIES + i_k // KEYS * 3 + i_n // 32)._reinterpret(
+            blocks.dtype, [HEADS, KEYS], SHARED_32
+        )
+
+
+@gluon.jit
+def _add_values(acc, blocks, i_block, i_k: gl.constexpr, i_n: gl.constexpr, KEYS: gl.constexpr):
+    """acc [128 values, heads] plus products of KEYS keys' values and probabilities, from key i_k and head i_n on."""
+    b_v = blocks.index(i_block)._reinterpret(blocks.dtype, [BK, 128], SHARED).slice(i_k, KEYS).permute((1, 0))
+    b_p = _probabilities(blocks, i_k, i_n, 64 if i_n == 0 else 32, KEYS)
     return warpgroup_mma(b_v, b_p.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _above(s, b_limit, votes):
+    """Whether a score is above its head's limit.
+
+    Threads look at their own scores only, and warps vote: maxima of heads are needed when references move.
+    """
+    ROWS: gl.constexpr = s.shape[0]
+    # Columns are warps or registers, registers, lanes, registers; rows are warps, registers, lanes.
+    b_top = gl.max(gl.max(s.reshape([ROWS, 2, 4, 4, 2]), 4), 2)
+    b_limit = gl.convert_layout(b_limit, gl.SliceLayout(1, gl.SliceLayout(2, b_top.type.layout)), assert_trivial=True)
+    b_vote = b_top > gl.expand_dims(gl.expand_dims(b_limit, 1), 2)
+    b_vote = gl.max(b_vote.to(gl.int32).reshape([ROWS // 16, 2, 8, 2, 4]), 1)
+    if ROWS == 128:
+        b_vote = gl.max(b_vote, 2).reshape([8, 32])
+    else:
+        b_vote = b_vote.permute((0, 2, 1, 3)).reshape([8, 32])
+    votes.store(gl.max(b_vote, 1))
+    return gl.max(votes.load(VOTES), 0) > 0
+
+
+@gluon.jit
+def _exponentials(s, b_m, unit):
+    """2 to the power of scores [heads, keys] in their unit less their references."""
+    b_m = gl.convert_layout(b_m, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+    return gl.exp2(s * unit - gl.expand_dims(b_m, 1))
 
 
 @gluon.jit
@@ -108,7 +151,7 @@ def attention_kernel(
     q, kv, index, count, sink, out, lse, scale,
     N: gl.constexpr, L: gl.constexpr, V: gl.constexpr, KS: gl.constexpr, GROUP: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    """Per query and group of heads: out [T, N, V] and lse [T, N]; L is 576, V 512."""
+    """Per query and group of heads: out [T, N, V] and lse [T, N]; L is 576, V 512; the scale is positive."""
     GROUPS: gl.constexpr = (N + GROUP - 1) // GROUP
     REST: gl.constexpr = GROUP == 96
     ROWS: gl.constexpr = 128 if REST else 64
@@ -120,6 +163,7 @@ def attention_kernel(
     dtype: gl.constexpr = kv.dtype.element_ty
     blocks = gl.allocate_shared_memory(dtype, [BLOCKS, 32, 64], SHARED)
     vector = gl.allocate_shared_memory(gl.float32, [ROWS], VECTOR)
+    votes = gl.allocate_shared_memory(gl.int32, [8], VECTOR)
 
     rows = _rows(p_s, 0, keys, first, L)
     # The queries go with the first group.
@@ -146,7 +190,12 @@ def attention_kernel(
     o_k = gl.arange(0, BK, gl.SliceLayout(0, SCORES))
     b_m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    # Of scores, in base 2: b_m is in it, scores are not.
+    unit = scale * LOG2E
+    per_unit = 1.0 / unit
     slot = SLOTS
+    async_copy.wait_group(1)
+    gl.thread_barrier()
     for i_k in range(0, keys, BK):
         # 0, which the compiler does not know: it would compute all descriptors of queries ahead of the loop, and spill
         # them.
@@ -154,7 +203,6 @@ def attention_kernel(
         # First blocks of slots: of this tile's other one, and of the next tile's first one.
         later, free = SLOTS + (slot - SLOTS + 8) % 24, SLOTS + (slot - SLOTS + 16) % 24
         s = gl.zeros([ROWS, BK], gl.float32, SCORES)
-        async_copy.wait_group(1)
         s = _add_scores(s, blocks, slot, base, 0, ROWS, False)
         s = _add_scores(s, blocks, slot + 2, base, 1, ROWS)
         s = _add_scores(s, blocks, slot + 4, base, 2, ROWS)
@@ -168,13 +216,10 @@ def attention_kernel(
         _copy(blocks, free, kv, rows, 0, i_k + BK < keys, 256)
         s = warpgroup_mma_wait(0, deps=(s,))
 
-        s = s * (scale * LOG2E)
         if i_k + BK > keys:
             s = gl.where(gl.expand_dims(o_k < keys - i_k, 0), s, float("-inf"))
-        b_top = gl.max(s, 1)
-        behind = gl.max(gl.where(m_h, b_top - b_m, 0.0), 0)
-        if behind > SLACK:
-            b_new = gl.maximum(b_m, b_top)
+        if _above(s, gl.where(m_h, (b_m + SLACK) * per_unit, float("inf")), votes):
+            b_new = gl.maximum(b_m, gl.max(s, 1) * unit)
             b_a = gl.exp2(b_m - b_new)
             b_m = b_new
             b_l *= b_a
@@ -184,21 +229,42 @@ def attention_kernel(
             if REST:
                 rest0, rest1 = _scale(rest0, vector, 64), _scale(rest1, vector, 64)
                 rest2, rest3 = _scale(rest2, vector, 64), _scale(rest3, vector, 64)
-        s = gl.exp2(s - gl.expand_dims(b_m, 1))
-        b_l += gl.sum(s, 1)
         # The rows of no heads fall onto the keys' last columns, which have been multiplied and are copied anew next.
-        blocks.index(PROBABILITIES + base)._reinterpret(dtype, [ROWS, BK], SHARED).store(s.to(dtype))
-        fence_async_shared()
-        acc0 = _add_values(acc0, blocks, slot, 0)
-        acc1 = _add_values(acc1, blocks, slot + 4, 0)
         if REST:
-            rest0 = _add_values(rest0, blocks, slot, 64)
-            rest1 = _add_values(rest1, blocks, slot + 4, 64)
-        acc2 = _add_values(acc2, blocks, later, 0)
-        acc3 = _add_values(acc3, blocks, later + 4, 0)
-        if REST:
-            rest2 = _add_values(rest2, blocks, later, 64)
-            rest3 = _add_values(rest3, blocks, later + 4, 64)
+            # Exponentials of the second half of the keys while the first half is multiplied.
+            s0, s1 = s.reshape([ROWS, 2, 32]).permute((0, 2, 1)).split()
+            p0 = _exponentials(s0, b_m, unit)
+            _probabilities(blocks, 0, 0, ROWS, 32).store(p0.to(dtype))
+            fence_async_shared()
+            acc0 = _add_values(acc0, blocks, slot, 0, 0, 32)
+            acc1 = _add_values(acc1, blocks, slot + 4, 0, 0, 32)
+            rest0 = _add_values(rest0, blocks, slot, 0, 64, 32)
+            rest1 = _add_values(rest1, blocks, slot + 4, 0, 64, 32)
+            acc2 = _add_values(acc2, blocks, later, 0, 0, 32)
+            acc3 = _add_values(acc3, blocks, later + 4, 0, 0, 32)
+            rest2 = _add_values(rest2, blocks, later, 0, 64, 32)
+            rest3 = _add_values(rest3, blocks, later + 4, 0, 64, 32)
+            p1 = _exponentials(s1, b_m, unit)
+            _probabilities(blocks, 32, 0, ROWS, 32).store(p1.to(dtype))
+            fence_async_shared()
+            acc0 = _add_values(acc0, blocks, slot, 32, 0, 32)
+            acc1 = _add_values(acc1, blocks, slot + 4, 32, 0, 32)
+            rest0 = _add_values(rest0, blocks, slot, 32, 64, 32)
+            rest1 = _add_values(rest1, blocks, slot + 4, 32, 64, 32)
+            acc2 = _add_values(acc2, blocks, later, 32, 0, 32)
+            acc3 = _add_values(acc3, blocks, later + 4, 32, 0, 32)
+            rest2 = _add_values(rest2, blocks, later, 32, 64, 32)
+            rest3 = _add_values(rest3, blocks, later + 4, 32, 64, 32)
+            b_l += gl.convert_layout(gl.sum(p0 + p1, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)
+        else:
+            s = _exponentials(s, b_m, unit)
+            _probabilities(blocks, 0, 0, ROWS, BK).store(s.to(dtype))
+            fence_async_shared()
+            acc0 = _add_values(acc0, blocks, slot, 0, 0, BK)
+            acc1 = _add_values(acc1, blocks, slot + 4, 0, 0, BK)
+            acc2 = _add_values(acc2, blocks, later, 0, 0, BK)
+            acc3 = _add_values(acc3, blocks, later + 4, 0, 0, BK)
+            b_l += gl.sum(s, 1)
         _copy(blocks, EXTRA, kv, rows, V, i_k + BK < keys, 64)
         # The second half of the values may still be multiplied when the slot of the first one is given away.
         if REST:
@@ -208,6 +274,9 @@ def attention_kernel(
         gl.thread_barrier()
         _copy(blocks, slot, kv, rows, 256, i_k + BK < keys, 256)
         rows = _rows(p_s, i_k + 2 * BK, keys, first, L)
+        # Here and not where they are read, so that the next scores follow these products at once.
+        async_copy.wait_group(1)
+        gl.thread_barrier()
         if REST:
             acc2, acc3, rest2, rest3 = warpgroup_mma_wait(0, deps=(acc2, acc3, rest2, rest3))
         else:

@@ -19,6 +19,8 @@ RUN = tl.constexpr(4)
 REGISTERS = 64
 # Steps of the search that interpolate; later ones halve, so that there are never more than 32 of those.
 INTERPOLATED = tl.constexpr(12)
+# First steps of it that take scores for normal, and how far they go beyond, in standard deviations of a count.
+GUESSED, MARGIN = tl.constexpr(2), tl.constexpr(1.5)
 NOTHING = tl.constexpr(float("-inf"))
 
 
@@ -46,32 +48,54 @@ def _reached(b_x, b_list, value, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _threshold(b_x, b_list, n, k, FIRST: tl.constexpr):
+def _normal_guess(b_x, here, seen, k):
+    """(value, slope) were scores normal: k of the `seen` keys would reach the value, and `slope` fewer per unit above.
+
+    b_x: scores of the last `here` of these keys, 0 where there is none.
+    """
+    mean = tl.sum(b_x) / here
+    deviation = tl.sqrt(tl.maximum(tl.sum(b_x * b_x) / here - mean * mean, 1e-30))
+    share = k / seen
+    # Quantile of the normal distribution, right to 4.5e-4: Abramowitz and Stegun, 26.2.23.
+    t = tl.sqrt(-2.0 * tl.log(tl.minimum(share, 1.0 - share)))
+    z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
+    slope = seen * 0.3989423 * tl.exp(-0.5 * z * z) / deviation
+    return mean + tl.where(share < 0.5, z, -z) * deviation, slope
+
+
+@triton.jit
+def _threshold(b_x, b_list, n, k, here, seen, FIRST: tl.constexpr):
     """(value, how many of the n scores reach it): k do, or more than k do and fewer reach the next higher float.
 
-    Between a value that more reach and one that fewer reach, count at the place where a straight line would have k;
-    what is known of an end that stays is halved each time (the Illinois rule), so that both ends move.
+    A score is a sum over heads, and nearly normal: the first counts are where k of the `seen` keys would be if it were,
+    by the scores of the last `here` of them, and a little beyond what that count says, so that k are in between.
+    Then, between a value that more reach and one that fewer reach, count at the place where a straight line would have
+    k; what is known of an end that stays is halved each time (the Illinois rule), so that both ends move.
     """
-    least, most = tl.min(tl.where(b_x > NOTHING, b_x, float("inf"))), tl.max(b_x)
+    b_known = tl.where(b_x > NOTHING, b_x, 0.0)
+    guess, slope = _normal_guess(b_known, here.to(tl.float32), seen.to(tl.float32), k.to(tl.float32))
+    least, most = tl.min(b_known), tl.max(b_known)
     if not FIRST:
-        least = tl.minimum(least, tl.min(tl.where(b_list > NOTHING, b_list, float("inf"))))
-        most = tl.maximum(most, tl.max(b_list))
+        b_known = tl.where(b_list > NOTHING, b_list, 0.0)
+        least, most = tl.minimum(least, tl.min(b_known)), tl.maximum(most, tl.max(b_known))
     low, high = _mark(least), _mark(most) + 1
     count = n
     over, under = (n - k).to(tl.float32), k.to(tl.float32)
     last, step = n * 0, n * 0
     while high - low > 1:
         v_low, v_high = _value(low), _value(high)
-        mark = _mark(v_low + (v_high - v_low) * (over / (over + under)))
-        mark = tl.where(step < INTERPOLATED, mark, (low + high) // 2)
+        line = v_low + (v_high - v_low) * (over / (over + under))
+        mark = tl.where(step < INTERPOLATED, _mark(tl.where(step < GUESSED, guess, line)), (low + high) // 2)
         mark = tl.minimum(tl.maximum(mark, low + 1), high - 1)
         reached = _reached(b_x, b_list, _value(mark), FIRST)
         more = reached >= k
+        missed = (reached - k).to(tl.float32)
+        guess += (missed + tl.where(more, MARGIN, -MARGIN) * tl.sqrt(tl.abs(missed) + 1.0)) / slope
         side = tl.where(more, 1, -1)
         same = tl.where(side == last, 0.5, 1.0)
         over, under = (
-            tl.where(more, (reached - k).to(tl.float32), over * same),
-            tl.where(more, under * same, (k - reached).to(tl.float32)),
+            tl.where(more, missed, over * same),
+            tl.where(more, under * same, -missed),
         )
         low = tl.where(more, mark, low)
         high = tl.where(reached == k, mark + 1, tl.where(more, high, mark))
@@ -152,7 +176,8 @@ def select_kernel(
         # What has a score above the value is selected, and what has it before this position.
         value, behind = n.to(tl.float32) * 0.0 + NOTHING, S
         if n > k:
-            value, count = _threshold(b_x, b_list, n, n * 0 + k, FIRST)
+            seen = high + start - tl.load(first + i_0 + i_r)
+            value, count = _threshold(b_x, b_list, n, n * 0 + k, high - low, seen, FIRST)
             if count > k:
                 behind = _behind_tied(b_x, start + o_c, b_list, b_position, value, count - k, S, FIRST)
 
