@@ -109,7 +109,9 @@ def logits(model: nn.Module) -> Tensor:
 # --- the same bits
 
 
-@pytest.mark.parametrize("recompute", [*(pytest.param(r, marks=pytest.mark.slow) for r in ("none", "selective")), "full"])
+@pytest.mark.parametrize(
+    "recompute", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "selective"))]
+)
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["mxfp4", "float"])
 def test_training_is_the_same_to_the_bit(packed: bool, recompute: str) -> None:
     """Two steps with an evaluation between them; some layers stay on the device."""

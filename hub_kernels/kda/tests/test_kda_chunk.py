@@ -11,10 +11,13 @@ float16 tensors, and results are rounded to bfloat16 afterwards: the kernels do 
 Legend: B batch, T tokens, H heads, K key width, V value width, X documents, N chunks of C tokens.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from kda import chunk_kda, chunk_kda_reference
+from kda.chunk import _Call
 from kda.reference import _l2_normalised, _log_decay, _wide
 
 STREAMS = ("q", "k", "v", "f", "beta")
@@ -156,6 +159,23 @@ def test_chunked_definition(within, lower_bound):
     truth = run(chunk_kda_reference, given, lower_bound=lower_bound)
     for name, x in run(chunked_definition, given, lower_bound=lower_bound).items():
         within(name, x, truth[name], 1e-13)
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_sums_of_log_decays(within, device, lower_bound):
+    """From the middle of every 32 tokens, and of every 16; each is rounded once, whatever the number of its terms."""
+    T, H, K = 75, 2, 16
+    given = inputs(T, H, K, K, torch.float32, device)
+    call = _Call(given["q"], given["v"], None, lower_bound)
+    sums, quarters = call.gate(given["f"], given["A_log"], given["dt_bias"])
+    g = _log_decay(*(given[name].double() for name in ("f", "A_log", "dt_bias")), lower_bound)[0] / math.log(2)
+    of_halves = F.pad(g, (0, 0, 0, 0, 0, -T % 64)).unflatten(0, (-1, 32))
+    running = of_halves.cumsum(1)
+    truth = (running - running[:, 15:16]).flatten(0, 1)[:T].transpose(0, 1)
+    # A term has four roundings, on a GPU two approximations beside them.
+    within("sums", sums, truth, 4e-7)
+    truth = of_halves.unflatten(1, (2, 16)).sum(2).flatten(0, 1).unflatten(0, (-1, 4)).transpose(1, 2)
+    within("quarters", quarters if lower_bound is None else quarters.log2(), truth, 4e-7)
 
 
 @pytest.mark.parametrize("T", lengths(1, 65))

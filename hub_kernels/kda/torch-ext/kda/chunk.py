@@ -11,21 +11,21 @@ import torch
 
 from ._ops import op
 from .documents import chunk_tables
-from .gate import gate_gradients_kernel, gate_kernel
+from .gate import gate_kernel
 from .gradients import key_gradients_kernel, value_gradients_kernel
 from .prepare import scores_kernel, solve_kernel
 from .recurrence import backward_kernel, forward_kernel
-from .tiles import BT
+from .tiles import BQ, BT
 
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Launch settings, chosen on an H200; channels of a step or program of the kernels that take them in parts.
-GATE, GATE_CHANNELS = {"num_warps": 1}, 32
-SCORES, SCORE_CHANNELS = {"num_warps": 2, "num_stages": 1}, 64
+# Launch settings, and channels of a step or program of the kernels that take them in parts.
+GATE = {"num_warps": 1}
+SCORES, SCORE_CHANNELS = {"num_warps": 2, "num_stages": 1}, 32
 SOLVE = {"num_warps": 2}
 SERIAL, VALUES_AT_A_TIME = {"num_warps": 8, "num_stages": 1}, 128
 VALUES = {"num_warps": 4}
-KEYS, KEY_CHANNELS = {"num_warps": 2, "num_stages": 1}, 16
+KEYS, KEY_CHANNELS = {"num_warps": 2, "num_stages": 1}, 32
 logging.getLogger(__name__).info(
     "launch settings, fixed on all devices: gate %s, scores %s, solve %s, serial %s, values %s, keys %s",
     GATE, SCORES, SOLVE, SERIAL, VALUES, KEYS,
@@ -109,6 +109,7 @@ class _Chunks(NamedTuple):
     """What the first pass leaves for the others."""
 
     sums: torch.Tensor
+    quarters: torch.Tensor
     q_in: torch.Tensor
     k_in: torch.Tensor
     k_out: torch.Tensor
@@ -143,24 +144,29 @@ class _Call:
     def empty(self, q, *shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=q.device)
 
+    def channels(self, most: int) -> int:
+        """Of a step or program; exact products and decays without one reference take more registers."""
+        return min(self.K, most if self.narrow and not self.exact else 16)
+
     def gate(self, f, A_log, dt_bias):
-        sums, BK = self.empty(f, self.H, self.M, self.K), min(self.K, GATE_CHANNELS)
-        gate_kernel[(self.N * self.H * self.K // BK,)](
-            f, A_log, dt_bias, self.chunks, sums, self.lower_bound,
-            self.M, self.H, self.K, BK, BOUNDED=self.bounded, NARROW=self.narrow, **GATE,
+        sums = self.empty(f, self.H, self.M, self.K)
+        quarters = self.empty(f, self.N, self.H, BT.value // BQ.value, self.K)
+        gate_kernel[(self.N * self.H,)](
+            f, A_log, dt_bias, self.chunks, sums, quarters, self.lower_bound,
+            self.M, self.H, self.K, BOUNDED=self.bounded, NARROW=self.narrow, **GATE,
         )  # fmt: skip
-        return sums
+        return sums, quarters
 
     def prepare(self, q, k, v, f, beta, A_log, dt_bias, backward: bool) -> _Chunks:
         M, N, H, K, V = self.M, self.N, self.H, self.K, self.V
-        sums = self.gate(f, A_log, dt_bias)
+        sums, quarters = self.gate(f, A_log, dt_bias)
         q_in, k_in, k_out, w = (self.empty(q, H, M, K, dtype=self.work) for _ in range(4))
         attend, keys = (self.empty(q, H, M, BT.value, dtype=self.work) for _ in range(2))
         decay = self.empty(q, N, H, K)
         q_rstds, k_rstds = self.empty(q, H, M), self.empty(q, H, M)
-        scores_kernel[(N * H * 2,)](
-            q, k, sums, self.chunks, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds,
-            M, H, K, min(K, SCORE_CHANNELS), NARROW=self.narrow, EXACT=self.exact, **SCORES,
+        scores_kernel[(N * H,)](
+            q, k, sums, quarters, self.chunks, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds,
+            M, H, K, self.channels(SCORE_CHANNELS), NARROW=self.narrow, EXACT=self.exact, **SCORES,
         )  # fmt: skip
         u, u_scale = self.empty(q, H, M, V, dtype=self.work), self.empty(q, N, H)
         inverse = torch.empty_like(keys) if backward else None
@@ -168,7 +174,7 @@ class _Call:
             v, beta, self.chunks, k_in, keys, w, u, u_scale, inverse,
             M, H, K, V, BACKWARD=backward, EXACT=self.exact, **SOLVE,
         )  # fmt: skip
-        return _Chunks(sums, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
+        return _Chunks(sums, quarters, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
 
     def run(self, work: _Chunks, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
         forward_kernel[(self.X * self.H * self.NV,)](
@@ -284,19 +290,14 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     )  # fmt: skip
     # Their memory serves the gradients.
     del states, dstates, values, dvalues
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dlater, dearlier = torch.empty_like(work.sums), call.empty(q, H, M, K, dtype=dscores.dtype)
-    key_gradients_kernel[(N * H * 2,)](
-        q, k, work.sums, work.q_in, work.k_in, work.k_out, dscores, beta, call.chunks,
-        do_scale, s_scale, ds_scale, c_scale, dc_scale, work.q_rstds, work.k_rstds, own_scores, q_dots, k_dots,
-        dq, dk, dlater, dearlier, M, H, K, min(K, KEY_CHANNELS), call.NV, NARROW=call.narrow, EXACT=call.exact, **KEYS,
-    )  # fmt: skip
-    del work, dscores
-    df, BK = torch.empty_like(f), min(K, GATE_CHANNELS)
+    dq, dk, df = torch.empty_like(q), torch.empty_like(k), torch.empty_like(f)
+    BK = call.channels(KEY_CHANNELS)
     ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H, K // BK)
-    gate_gradients_kernel[(N * H * K // BK,)](
-        f, A_log, dt_bias, call.chunks, dlater, dearlier, dtotal, df, ddt_bias, dA_log, call.lower_bound,
-        M, H, K, BK, BOUNDED=call.bounded, **GATE,
+    key_gradients_kernel[(N * H * K // BK,)](
+        q, k, f, work.sums, work.quarters, A_log, dt_bias, work.q_in, work.k_in, work.k_out, dscores, beta,
+        call.chunks, do_scale, s_scale, ds_scale, c_scale, dc_scale, work.q_rstds, work.k_rstds,
+        own_scores, q_dots, k_dots, dtotal, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
+        M, H, K, BK, call.NV, BOUNDED=call.bounded, NARROW=call.narrow, EXACT=call.exact, **KEYS,
     )  # fmt: skip
     return dq, dk, dv, df, dbeta, dA_log.sum((0, 2)).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
 

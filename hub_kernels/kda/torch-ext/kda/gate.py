@@ -1,15 +1,22 @@
 """The gate: log decays in base 2 from raw inputs, their running sums, and its gradients.
 
-Legend: M tokens of all documents, N chunks of BT tokens in halves of BC, H heads, K key width.
+Legend: M tokens of all documents, N chunks of BT tokens in halves of BC and quarters of BQ, H heads, K key width.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import BC, BT, chunk_of, load_rows, read_rows, store_rows, write_rows
+from .scores import exp2, reciprocal
+from .tiles import BC, BQ, BT, chunk_of, load_rows
 
 L2_EPS = tl.constexpr(1e-6)
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def decay_rate(A_log, i_h):
+    """exp(A_log) of a head: an error here is that of every token, so that it is taken in float64."""
+    return tl.exp(tl.load(A_log + i_h).to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -22,33 +29,36 @@ def softplus(x):
 
 
 @triton.jit
-def log2_decay(z_RK, rate, lower_bound, m_r, BOUNDED: tl.constexpr, NARROW: tl.constexpr):
-    """Base-2 log decay of each token and channel, from z = f + dt_bias and rate = exp(A_log); 0 where masked.
+def log2_decay(z, rate, lower_bound, m, BOUNDED: tl.constexpr, NARROW: tl.constexpr):
+    """Base-2 log decay of each channel, from z = f + dt_bias and rate = exp(A_log); 0 where masked.
 
     Nothing is left of a state after exp2(-1000), so decays end there.
     """
     if BOUNDED:
-        g = (lower_bound * LOG2_E) * tl.sigmoid(rate * z_RK)
+        g = (lower_bound * LOG2_E) * reciprocal(1.0 + exp2(rate * z * -LOG2_E))
     else:
-        g = (-rate * LOG2_E) * softplus(z_RK)
+        g = (-rate * LOG2_E) * softplus(z)
     if not NARROW:
         g = tl.maximum(g, -1000.0)
-    return tl.where(m_r[:, None], g, 0.0)
+    return tl.where(m, g, 0.0)
 
 
 @triton.jit
-def decay_gradient(dg_RK, z_RK, rate, lower_bound, BOUNDED: tl.constexpr):
-    """Gradients for z and, elementwise, for A_log from that of the natural log decay."""
+def decay_gradient(dg_RK, z_RK, rate, lower_bound, m_r, BOUNDED: tl.constexpr):
+    """Gradients for z and, elementwise, for A_log from that of the natural log decay; 0 where masked."""
     if BOUNDED:
-        # 1 - sigmoid(x) is sigmoid(-x), of which nothing cancels.
-        dz = dg_RK * (lower_bound * rate) * tl.sigmoid(rate * z_RK) * tl.sigmoid(-rate * z_RK)
+        # sigmoid(x) (1 - sigmoid(x)), of which nothing cancels, and which is the same for x and -x.
+        y = exp2(tl.abs(z_RK) * (-LOG2_E * rate))
+        s = reciprocal(1.0 + y)
+        dz = dg_RK * tl.where(m_r, lower_bound * rate, 0.0)[:, None] * (y * s * s)
         return dz, dz * z_RK
     else:
-        return dg_RK * -rate * tl.sigmoid(z_RK), dg_RK * -rate * softplus(z_RK)
+        dg_RK *= tl.where(m_r, -rate, 0.0)[:, None]
+        return dg_RK * tl.sigmoid(z_RK), dg_RK * softplus(z_RK)
 
 
 @triton.jit
-def _inputs(f, dt_bias, i_t, i_h, length, H, K: tl.constexpr, i_k, BK: tl.constexpr):
+def gate_inputs(f, dt_bias, i_t, i_h, length, H, K: tl.constexpr, i_k, BK: tl.constexpr):
     """z = f + dt_bias, [BC, BK]."""
     bias = tl.load(dt_bias + i_h * K + i_k + tl.arange(0, BK)).to(tl.float32)
     return load_rows(f, i_t, i_h, length, H, K, i_k, BC, BK) + bias[None, :]
@@ -61,84 +71,45 @@ def gate_kernel(
     dt_bias,
     chunks,
     sums,
+    quarters,
     lower_bound,
     M,
     H,
     K: tl.constexpr,
-    BK: tl.constexpr,
     BOUNDED: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """sums: of the log decay within half a chunk, up to and including each token."""
-    i_k = tl.program_id(0) % (K // BK) * BK
-    i_nh = tl.program_id(0) // (K // BK)
-    i_h = i_nh % H
-    i_t, length = chunk_of(chunks, i_nh // H)
-    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    for i_c in tl.static_range(0, BT, BC):
-        m_r = tl.arange(0, BC) < length - i_c
-        b_z = _inputs(f, dt_bias, i_t + i_c, i_h, length - i_c, H, K, i_k, BK)
-        b_c = tl.cumsum(log2_decay(b_z, rate, lower_bound, m_r, BOUNDED, NARROW), 0)
-        write_rows(sums, b_c, i_t + i_c, i_h, length - i_c, M, K, i_k, BC, BK)
+    """sums: of the log decay between the middle of half a chunk and each token, up to and including the token: what
+    decays behind the middle, minus what decays before it. quarters [N, H, BT / BQ, K]: the decay over each quarter, or
+    where it is not NARROW its logarithm.
 
-
-@triton.jit
-def _shifted(p, i_t, i_c, i_h, length, M, K: tl.constexpr, i_k, BK: tl.constexpr):
-    """[BC, BK]: of each token from i_c of a chunk on, the row of the token before it; zeros for the first."""
-    o_r = i_c - 1 + tl.arange(0, BC)[:, None]
-    p_row = p + (tl.cast(i_h, tl.int64) * M + i_t) * K + i_k
-    m_r = (o_r >= 0) & (o_r < length)
-    return tl.load(p_row + o_r * K + tl.arange(0, BK)[None, :], mask=m_r, other=0.0).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["M"])
-def gate_gradients_kernel(
-    f,
-    A_log,
-    dt_bias,
-    chunks,
-    dlater,
-    dearlier,
-    dtotal,
-    df,
-    ddt_bias,
-    dA_log,
-    lower_bound,
-    M,
-    H,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
-    """df, and every chunk's share of d dt_bias [N, H, K] and d A_log [N, H, K / BK].
-
-    What depends on the decay of several tokens has one gradient for all of them: `dlater` is, token by token, what
-    depends on the decay of the chunk up to that token, `dearlier` on that of all tokens behind it, and `dtotal`
-    [N, H, K] on that of the whole chunk. Sums of their own, from both ends, are of what is large only where the result
-    is: taking one from a total would leave the digits that cancel.
+    From the middle sums stay half as large as from the start, and so are their roundings.
     """
-    i_k = tl.program_id(0) % (K // BK) * BK
-    i_nh = (tl.program_id(0) // (K // BK)).to(tl.int64)
+    i_nh = tl.program_id(0).to(tl.int64)
     i_h = i_nh % H
     i_t, length = chunk_of(chunks, i_nh // H)
-    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    b_later = tl.load(dtotal + i_nh * K + i_k + tl.arange(0, BK))
-    b_bias = tl.zeros([BK], tl.float32)
-    b_A = tl.zeros([BK], tl.float32)
-    for i in tl.static_range(BT // BC):
-        i_c = BT - BC * (i + 1)
-        left = length - i_c
-        b_d = read_rows(dlater, i_t + i_c, i_h, left, M, K, i_k, BC, BK)
-        dg = tl.cumsum(b_d, 0, reverse=True) + b_later[None, :]
-        b_later += tl.sum(b_d, 0)
-        dg += tl.cumsum(_shifted(dearlier, i_t, i_c, i_h, length, M, K, i_k, BK), 0)
-        if i_c > 0:
-            dg += tl.sum(_shifted(dearlier, i_t, 0, i_h, length, M, K, i_k, BK), 0)[None, :]
-        dg = tl.where((tl.arange(0, BC) < left)[:, None], dg, 0.0)
-        b_z = _inputs(f, dt_bias, i_t + i_c, i_h, left, H, K, i_k, BK)
-        dz, dA = decay_gradient(dg, b_z, rate, lower_bound, BOUNDED)
-        store_rows(df, dz, i_t + i_c, i_h, left, H, K, i_k, BC, BK)
-        b_bias += tl.sum(dz, 0)
-        b_A += tl.sum(dA, 0)
-    tl.store(ddt_bias + i_nh * K + i_k + tl.arange(0, BK), b_bias)
-    tl.store(dA_log + tl.program_id(0), tl.sum(b_A))
+    o_k = tl.arange(0, K)
+    rate = decay_rate(A_log, i_h)
+    bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
+    # Beside fp32 inputs the roundings of each addition would be seen.
+    sum_dtype: tl.constexpr = tl.float64 if f.dtype.element_ty == tl.float32 else tl.float32
+    p_f = f + (i_t * H + i_h) * K + o_k
+    p_sums = sums + (i_h * M + i_t) * K + o_k
+    for i in tl.static_range(BT // BQ):
+        # Away from the middle of the half; loads do not wait for the stores of other tokens.
+        rows = ()
+        for j in tl.static_range(BQ):
+            o_t = BQ * i + (j if i % 2 == 1 else BQ - 1 - j)
+            rows += (tl.load(p_f + o_t * (H * K), mask=o_t < length, other=0.0),)
+        b_c = tl.zeros([K], sum_dtype)
+        for j in tl.static_range(BQ):
+            o_t = BQ * i + (j if i % 2 == 1 else BQ - 1 - j)
+            b_g = log2_decay(rows[j].to(tl.float32) + bias, rate, lower_bound, o_t < length, BOUNDED, NARROW)
+            if i % 2 == 1:
+                b_c += b_g
+                tl.store(p_sums + o_t * K, b_c.to(tl.float32), mask=o_t < length)
+            else:
+                tl.store(p_sums + o_t * K, -b_c.to(tl.float32), mask=o_t < length)
+                b_c += b_g
+        total = b_c.to(tl.float32)
+        tl.store(quarters + (i_nh * (BT // BQ) + i) * K + o_k, exp2(total) if NARROW else total)

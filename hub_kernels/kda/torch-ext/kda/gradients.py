@@ -1,7 +1,7 @@
 """Gradients inside the chunks, for all chunks at once, from the states and their gradients at the chunks' borders.
 
 `value_gradients_kernel` takes every product over the value width; `key_gradients_kernel` goes on, channel by channel
-of the keys, through scores, decays and norms to q, k and the decay's sums. Between the two go tensors in fp16 and bf16
+of the keys, through scores, decays and norms to q, k and the gate's inputs. Between the two go tensors in fp16 and bf16
 whose scales are products of those of the operands they come from: nothing has to be measured.
 
 With S the state at a chunk's start, c = u - w S its corrected values, dS and dc their gradients, y = beta (v - k
@@ -16,23 +16,26 @@ Legend: M tokens, N chunks of BT tokens in halves of BC, H heads, K key width, V
 import triton
 import triton.language as tl
 
-from .prepare import half_totals
+from .gate import decay_gradient, decay_rate, gate_inputs
+from .prepare import half_decays
 from .scores import (
     INTERPRETED,
     LIFT,
     column_gradients,
-    exp2,
     factors,
+    one_dot,
+    one_part,
     product,
     rounded,
     row_gradients,
-    split_dots,
-    split_dots_sum,
+    split,
+    split_dot,
 )
 from .tiles import (
     BC,
     BT,
     chunk_of,
+    first_row,
     load_rows,
     load_scalars,
     read_rows,
@@ -71,6 +74,15 @@ def _replace(p, x_TD, i_t, i_h, length, M, D: tl.constexpr):
 def common_scale(p_scale, i_nh, NV: tl.constexpr):
     """The largest of the scales that the NV programs of a chunk and head gave their values."""
     return tl.max(tl.load(p_scale + i_nh * NV + tl.arange(0, NV)), 0)
+
+
+@triton.jit
+def score_scales(do_s, dc_s, c_s, s_s, ds_s):
+    """Scales of the gradients of both kinds of scores: of do or dc, and of c.
+
+    Products with the states and their gradients become multiples of these: they are kept from being far smaller.
+    """
+    return tl.maximum(tl.maximum(do_s, dc_s), ds_s * 2.0**-60), tl.maximum(c_s, s_s * 2.0**-60)
 
 
 @triton.jit
@@ -155,9 +167,8 @@ def value_gradients_kernel(
     # A token's score with itself does not decay: kept apart, it need not cancel in the decay's gradient.
     same = o_t[:, None] == o_t[None, :]
     write_scalars(own_scores, tl.sum(tl.where(same, b_da, 0.0), 1) * (do_s * c_s), i_t, i_h, length, M, BT)
-    # One scale for both kinds of scores.
-    larger = tl.maximum(do_s, dc_s)
-    b_dqk = tl.where(same, 0.0, b_da) * (SCORE_SHIFT * do_s / larger)
+    larger, unit_s = score_scales(do_s, dc_s, c_s, s_s, ds_s)
+    b_dqk = tl.where(same, 0.0, b_da) * (SCORE_SHIFT * (do_s / larger) * (c_s / unit_s))
     write_rows(dscores, in_bf16(b_dqk, EXACT), i_t, i_h, length, M, BT, 0, BT, BT)
     b_da *= read_rows(attend, i_t, i_h, length, M, BT, 0, BT, BT)
     write_scalars(q_dots, q_dot + tl.sum(b_da, 1) * (do_s * c_s), i_t, i_h, length, M, BT)
@@ -177,18 +188,46 @@ def value_gradients_kernel(
     b_dy = b_dy.to(b_c.dtype)
     write_rows(dk_in, product(b_dy, b_s, EXACT) * DY_SHIFT, i_t, i_h, length, M, K, 0, BT, K)
     b_da = tl.where(o_t[:, None] > o_t[None, :], product(b_dy, tl.trans(b_c), EXACT), 0.0)
-    b_dkk = in_bf16(b_da * (-SCORE_SHIFT * dc_s / larger), EXACT)
+    b_dkk = in_bf16(b_da * (-SCORE_SHIFT * (dc_s / larger) * (c_s / unit_s)), EXACT)
     write_rows(dscores + span, b_dkk, i_t, i_h, length, M, BT, 0, BT, BT)
     b_da *= read_rows(keys, i_t, i_h, length, M, BT, 0, BT, BT)
     k_dot -= tl.sum(b_da * b_beta[:, None], 0) * (dc_s * c_s)
     write_scalars(k_dots, k_dot, i_t, i_h, length, M, BT)
 
 
+@triton.jit
+def _decay_sums(high_1, low_1, earlier_1, high_2, low_2, earlier_2, unit, EXACT: tl.constexpr):
+    """Of a chunk in two halves, [BC, BK] each, multiples of unit: sums of `later`, in two parts, from each token to the
+    end, and of `earlier` up to the token before.
+
+    Products with triangles of units, which are powers of two. What `later` holds cancels, pair by pair of tokens: it
+    has as many parts as the operands that it comes from.
+    """
+    o_i, o_j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
+    units, zeros = one_part(tl.zeros([BC, BC], tl.float32) + unit, EXACT), tl.zeros(high_1.shape, tl.float32)
+    from_here = one_part(tl.where(o_i <= o_j, unit, 0.0), EXACT)
+    before = one_part(tl.where(o_i > o_j, unit, 0.0), EXACT)
+    sums_1 = split_dot(from_here, high_1, low_1, split_dot(units, high_2, low_2, zeros, EXACT), EXACT)
+    sums_2 = one_dot(units, earlier_1, split_dot(from_here, high_2, low_2, zeros, EXACT), EXACT)
+    return one_dot(before, earlier_1, sums_1, EXACT), one_dot(before, earlier_2, sums_2, EXACT)
+
+
+@triton.jit
+def _unit_rows(p, p_rstds, i_t, i_h, length, M, H, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """Rows of unit length, [BC, BK]."""
+    b_x = load_rows(p, i_t, i_h, length, H, K, i_k, BC, BK)
+    return b_x * read_scalars(p_rstds, i_t, i_h, length, M, BC)[:, None]
+
+
 @triton.jit(do_not_specialize=["M"])
 def key_gradients_kernel(
     q,
     k,
+    f,
     sums,
+    quarters,
+    A_log,
+    dt_bias,
     dq_in,
     dk_in,
     dk_out,
@@ -205,88 +244,139 @@ def key_gradients_kernel(
     own_scores,
     q_dots,
     k_dots,
+    dtotal,
     dq,
     dk,
-    dlater,
-    dearlier,
+    df,
+    ddt_bias,
+    dA_log,
+    lower_bound,
     M,
     H,
     K: tl.constexpr,
     BK: tl.constexpr,
     NV: tl.constexpr,
+    BOUNDED: tl.constexpr,
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Of half a chunk: dq, dk, and for `gate_gradients_kernel` the gradients of what the decays change."""
-    i_c = tl.program_id(0) % 2
-    i_nh = (tl.program_id(0) // 2).to(tl.int64)
+    """Of BK channels of a chunk: dq, dk, df, and its share of d dt_bias [N, H, K] and d A_log [N, H, K / BK].
+
+    What depends on the decay of several tokens has one gradient for all of them: `later` is, token by token, what
+    depends on the decay of the chunk up to that token, `earlier` on that of all tokens behind it, and `dtotal`
+    [N, H, K] on that of the whole chunk. Sums of their own, from both ends, are of what is large only where the result
+    is: taking one from a total would leave the digits that cancel.
+    """
+    i_k = tl.program_id(0) % (K // BK) * BK
+    i_nh = (tl.program_id(0) // (K // BK)).to(tl.int64)
     i_h = i_nh % H
     i_t1, length = chunk_of(chunks, i_nh // H)
-    # This program's half.
-    i_t, left = i_t1 + BC * i_c, length - BC * i_c
-    i_t2 = i_t1 + BC
-    if left <= 0:
+    o_k = i_k + tl.arange(0, BK)
+    if length == 0:
+        tl.store(ddt_bias + i_nh * K + o_k, tl.zeros([BK], tl.float32))
+        tl.store(dA_log + tl.program_id(0), 0.0)
         return
     dkeys = dscores + M.to(tl.int64) * H * BT
     do_s, s_s = common_scale(do_scale, i_nh, NV), common_scale(states_scale, i_nh, NV)
-    c_s, dc_s = common_scale(values_scale, i_nh, NV), common_scale(dvalues_scale, i_nh, NV)
-    q_scale, in_scale = do_s * s_s, dc_s * s_s * (1.0 / DY_SHIFT)
-    out_scale = c_s * common_scale(dstates_scale, i_nh, NV)
-    score_scale = tl.maximum(do_s, dc_s) * c_s * (1.0 / SCORE_SHIFT)
-    q_rstd, k_rstd = read_scalars(q_rstds, i_t, i_h, left, M, BC), read_scalars(k_rstds, i_t, i_h, left, M, BC)
-    q_dot, k_dot = read_scalars(q_dots, i_t, i_h, left, M, BC), read_scalars(k_dots, i_t, i_h, left, M, BC)
-    own = read_scalars(own_scores, i_t, i_h, left, M, BC)
-    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, left, H, BC))
+    ds_s = common_scale(dstates_scale, i_nh, NV)
+    larger, c_s = score_scales(
+        do_s, common_scale(dvalues_scale, i_nh, NV), common_scale(values_scale, i_nh, NV), s_s, ds_s
+    )
+    # Gradients are multiples of that of the scores.
+    unit = larger * c_s * (1.0 / SCORE_SHIFT)
+    q_ratio = (do_s / larger) * (s_s / c_s) * SCORE_SHIFT
+    in_ratio = (common_scale(dvalues_scale, i_nh, NV) / larger) * (s_s / c_s) * (SCORE_SHIFT / DY_SHIFT)
+    out_ratio = common_scale(values_scale, i_nh, NV) / c_s * (ds_s / larger) * SCORE_SHIFT
     SCALE: tl.constexpr = K**-0.5
-    for i_k in tl.range(0, K, BK, disable_licm=True):
-        total1, total2 = half_totals(sums, i_t1, i_h, length, M, K, i_k, BK)
-        before, after = tl.where(i_c == 0, 0.0, total1), tl.where(i_c == 0, total2, 0.0)
-        b_c = read_rows(sums, i_t, i_h, left, M, K, i_k, BC, BK)
-        row, column, start, end = factors(b_c, tl.where(i_c == 0, total1, total2), NARROW)
-        b_k = load_rows(k, i_t, i_h, left, H, K, i_k, BC, BK) * k_rstd[:, None]
+    first1, second1, total1 = half_decays(quarters, i_nh, 0, K, i_k, BK, NARROW)
+    first2, second2, total2 = half_decays(quarters, i_nh, 1, K, i_k, BK, NARROW)
 
-        # As rows; those of the second half also meet the first.
-        dqk = read_tile(dscores, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
-        dkk = read_tile(dkeys, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
-        b_dq, b_drow = row_gradients(dqk, dkk, b_k, b_c, row, column, NARROW, EXACT)
+    across = tl.zeros([BC, BK], tl.float32)
+    for i_c in tl.static_range(1, -1, -1):
+        i_t, left = i_t1 + BC * i_c, length - BC * i_c
         if i_c == 1:
-            k_other = load_rows(k, i_t1, i_h, BC, H, K, i_k, BC, BK)
-            k_other *= read_scalars(k_rstds, i_t1, i_h, BC, M, BC)[:, None]
-            k_other *= exp2(total1[None, :] - read_rows(sums, i_t1, i_h, BC, M, K, i_k, BC, BK))
+            # Rows of the second half meet columns of the first.
+            b_c = read_rows(sums, i_t1, i_h, length, M, K, i_k, BC, BK)
+            row, column, into, out = factors(b_c, first1, second1, NARROW)
+            high, low = split(_unit_rows(k, k_rstds, i_t1, i_h, length, M, H, K, i_k, BK) * column, EXACT)
             dqk = read_tile(dscores, i_t, i_h, left, M, BT, 0, BC, BC)
             dkk = read_tile(dkeys, i_t, i_h, left, M, BT, 0, BC, BC)
-            dq_across, drow_across = split_dots(dqk, dkk, k_other, EXACT)
-            b_dq += start * dq_across
-            b_drow += start * drow_across
-        start *= exp2(before)[None, :]
-        b_dq = b_dq * score_scale + start * (read_rows(dq_in, i_t, i_h, left, M, K, i_k, BC, BK) * q_scale)
+            b_dq = split_dot(dqk, high, low, across, EXACT) * out[None, :]
+            b_drow = split_dot(dkk, high, low, across, EXACT) * out[None, :]
+            b_dq += read_rows(dq_in, i_t, i_h, left, M, K, i_k, BC, BK) * (q_ratio * total1)[None, :]
+            b_drow -= read_rows(dk_in, i_t, i_h, left, M, K, i_k, BC, BK) * (in_ratio * total1)[None, :]
+        else:
+            b_dq = read_rows(dq_in, i_t, i_h, left, M, K, i_k, BC, BK) * q_ratio
+            b_drow = read_rows(dk_in, i_t, i_h, left, M, K, i_k, BC, BK) * -in_ratio
+        first, second = (first1, second1) if i_c == 0 else (first2, second2)
+        q_rstd, k_rstd = read_scalars(q_rstds, i_t, i_h, left, M, BC), read_scalars(k_rstds, i_t, i_h, left, M, BC)
+        own = read_scalars(own_scores, i_t, i_h, left, M, BC)
+        b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, left, H, BC))
+        b_k = load_rows(k, i_t, i_h, left, H, K, i_k, BC, BK) * k_rstd[:, None]
+        b_c = read_rows(sums, i_t, i_h, left, M, K, i_k, BC, BK)
+        row, column, into, out = factors(b_c, first, second, NARROW)
+
+        # As rows.
+        start = row * into[None, :]
+        high, low = split(b_k * column, EXACT)
+        dqk = read_tile(dscores, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
+        dkk = read_tile(dkeys, i_t, i_h, left, M, BT, BC * i_c, BC, BC)
+        p_sums = first_row(sums, i_t, i_h, M, K, i_k, BK)
+        dq_inside, drow_inside = row_gradients(
+            dqk, dkk, b_k, b_c, row, high, low, p_sums, left, K, NARROW, EXACT
+        )  # fmt: skip
+        b_dq = start * b_dq + dq_inside
+        b_drow = (start * b_drow + drow_inside) * b_beta[:, None]
         b_q = load_rows(q, i_t, i_h, left, H, K, i_k, BC, BK) * (q_rstd * SCALE)[:, None]
         b_dlater = b_q * b_dq
         # b_q is of length SCALE, and q_dot that q's product with its gradient.
-        b_dq = (b_dq + own[:, None] * b_k) * SCALE - b_q * (q_dot * (1.0 / SCALE))[:, None]
-        store_rows(dq, b_dq * q_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)
-        b_drow = b_drow * score_scale - start * (read_rows(dk_in, i_t, i_h, left, M, K, i_k, BC, BK) * in_scale)
-        b_drow *= b_beta[:, None]
+        b_dq = b_dq * (unit * SCALE * q_rstd)[:, None] + b_k * (own * SCALE * q_rstd)[:, None]
+        q_dot = read_scalars(q_dots, i_t, i_h, left, M, BC)
+        b_dq -= b_q * (q_dot * q_rstd * (1.0 / SCALE))[:, None]
+        store_rows(dq, b_dq, i_t, i_h, left, H, K, i_k, BC, BK)
 
-        # As columns; those of the first half also meet the second.
+        # As columns; those of the first half also meet rows of the second.
+        b_kb = b_k * b_beta[:, None]
+        q_high, q_low = split(b_q * row, EXACT)
+        k_high, k_low = split(b_kb * row, EXACT)
         dqk = tl.trans(read_tile(dscores, i_t, i_h, left, M, BT, BC * i_c, BC, BC))
         dkk = tl.trans(read_tile(dkeys, i_t, i_h, left, M, BT, BC * i_c, BC, BC))
-        b_dcolumn = column_gradients(dqk, dkk, b_q, b_k * b_beta[:, None], b_c, row, column, NARROW, EXACT)
-        if i_c == 0:
-            fade = exp2(read_rows(sums, i_t2, i_h, length - BC, M, K, i_k, BC, BK))
-            q_other = load_rows(q, i_t2, i_h, length - BC, H, K, i_k, BC, BK) * fade
-            q_other *= (read_scalars(q_rstds, i_t2, i_h, length - BC, M, BC) * SCALE)[:, None]
-            k_other = load_rows(k, i_t2, i_h, length - BC, H, K, i_k, BC, BK) * fade
-            k_other *= read_scalars(k_rstds, i_t2, i_h, length - BC, M, BC)[:, None]
-            k_other *= tl.sigmoid(load_scalars(beta, i_t2, i_h, length - BC, H, BC))[:, None]
-            dqk = tl.trans(read_tile(dscores, i_t2, i_h, length - BC, M, BT, 0, BC, BC))
-            dkk = tl.trans(read_tile(dkeys, i_t2, i_h, length - BC, M, BT, 0, BC, BC))
-            b_dcolumn += end * split_dots_sum(dqk, dkk, q_other, k_other, EXACT)
-        b_dcolumn *= score_scale
-        end *= exp2(after)[None, :]
-        b_dwrite = read_rows(dk_out, i_t, i_h, left, M, K, i_k, BC, BK) * out_scale
-        b_dwrite *= end
-        write_rows(dlater, b_dlater + b_k * (b_drow - b_dcolumn), i_t, i_h, left, M, K, i_k, BC, BK)
-        write_rows(dearlier, in_bf16(b_k * b_dwrite, EXACT), i_t, i_h, left, M, K, i_k, BC, BK)
-        b_dk = b_drow + b_dcolumn + b_dwrite + own[:, None] * b_q
-        store_rows(dk, (b_dk - b_k * k_dot[:, None]) * k_rstd[:, None], i_t, i_h, left, H, K, i_k, BC, BK)
+        b_dk = column_gradients(
+            dqk, dkk, b_q, b_kb, b_c, column, q_high, q_low, k_high, k_low, p_sums, left, K, NARROW, EXACT
+        )  # fmt: skip
+        end = column * out[None, :]
+        b_dwrite = read_rows(dk_out, i_t, i_h, left, M, K, i_k, BC, BK)
+        if i_c == 1:
+            dqk = tl.trans(read_tile(dscores, i_t, i_h, left, M, BT, 0, BC, BC))
+            dkk = tl.trans(read_tile(dkeys, i_t, i_h, left, M, BT, 0, BC, BC))
+            across = split_dot(dqk, q_high, q_low, across, EXACT)
+            across = split_dot(dkk, k_high, k_low, across, EXACT) * into[None, :]
+            b_dwrite *= end * out_ratio
+        else:
+            b_dk += end * across
+            b_dwrite *= end * (out_ratio * total2)[None, :]
+        b_dlater += b_k * (b_drow - b_dk)
+        b_dearlier = b_k * b_dwrite
+        b_dk += b_drow + b_dwrite
+        k_dot = read_scalars(k_dots, i_t, i_h, left, M, BC)
+        b_dk = b_dk * (unit * k_rstd)[:, None] + b_q * (own * k_rstd)[:, None] - b_k * (k_dot * k_rstd)[:, None]
+        store_rows(dk, b_dk, i_t, i_h, left, H, K, i_k, BC, BK)
+        later_high, later_low = split(b_dlater, EXACT)
+        earlier = one_part(in_bf16(b_dearlier, EXACT), EXACT)
+        if i_c == 1:
+            later_high2, later_low2, earlier2 = later_high, later_low, earlier
+
+    rate = decay_rate(A_log, i_h)
+    dg_1, dg_2 = _decay_sums(later_high, later_low, earlier, later_high2, later_low2, earlier2, unit, EXACT)
+    b_total = tl.load(dtotal + i_nh * K + o_k)
+    b_bias, b_A = tl.zeros([BK], tl.float32), tl.zeros([BC], tl.float32)
+    for i_c in tl.static_range(2):
+        i_t, left = i_t1 + BC * i_c, length - BC * i_c
+        dg = (dg_1 if i_c == 0 else dg_2) + b_total[None, :]
+        b_z = gate_inputs(f, dt_bias, i_t, i_h, left, H, K, i_k, BK)
+        dz, dA = decay_gradient(dg, b_z, rate, lower_bound, tl.arange(0, BC) < left, BOUNDED)
+        store_rows(df, dz, i_t, i_h, left, H, K, i_k, BC, BK)
+        b_bias += tl.sum(dz, 0)
+        b_A += tl.sum(dA, 1)
+    tl.store(ddt_bias + i_nh * K + o_k, b_bias)
+    tl.store(dA_log + tl.program_id(0), tl.sum(b_A))

@@ -3,11 +3,12 @@
 The score of tokens i >= j is sum_k a_ik b_jk exp(G_ik - G_jk), where G is the running sum of the log decay. It becomes
 a matrix product once exp(G_i - G_j) is split into a factor per row and a factor per column around a reference R:
 exp(G_i - R) exp(R - G_j). Rows of the chunk's second half meet columns of the first at the boundary between them:
-neither factor can exceed 1. Inside a half, where decays are NARROW, at most exp(-5) per token, one reference halfway
-keeps both factors of its 32 tokens within float32 (16 tokens give exp(80)). Elsewhere halves are halved again and
-again, and the factors stay below 1 whatever the decays.
+neither factor can exceed 1. Inside a half, where decays are NARROW, at most exp(-5) per token, its middle as the one
+reference keeps both factors of its 32 tokens within float32 (16 tokens give exp(80)). Elsewhere halves are halved again
+and again, and the factors stay below 1 whatever the decays.
 
-Legend: C the BC tokens of half a chunk, K key width; c is the running sum within the half, and decays are in base 2.
+Legend: C the BC tokens of half a chunk, K key width; c is the running sum from the middle of the half, and decays are
+in base 2.
 """
 
 import os
@@ -43,6 +44,15 @@ def exp2(x):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x, zero beyond 2^126: a division takes five more instructions."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def small(x, EXACT: tl.constexpr):
     """x as an operand of `small_dot`: it cannot exceed the range of fp16."""
     if EXACT:
@@ -52,12 +62,12 @@ def small(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def small_dot(a, b, EXACT: tl.constexpr):
-    """Product of operands as `small` makes them."""
+def small_dot(a, b, acc, EXACT: tl.constexpr):
+    """acc + a @ b, operands as `small` makes them."""
     if EXACT:
-        return tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a, b, acc, input_precision="ieee")
     else:
-        return tl.dot(a, b)
+        return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -80,16 +90,16 @@ def _tf32(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _wide_dot(a, b, EXACT: tl.constexpr):
-    """Product of operands that need the range of fp32."""
+def _wide_dot(a, b, acc, EXACT: tl.constexpr):
+    """acc + a @ b for operands that need the range of fp32."""
     if EXACT:
-        return tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a, b, acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, input_precision="tf32")
+        return tl.dot(a, b, acc, input_precision="tf32")
 
 
 @triton.jit
-def _split(x, EXACT: tl.constexpr):
+def split(x, EXACT: tl.constexpr):
     """x as the sum of two bf16 parts, which hold 16 bits of any range; exact: x and zero."""
     if EXACT:
         return x, tl.zeros_like(x)
@@ -100,57 +110,66 @@ def _split(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _bf16_dot(a, b):
+def _bf16_dot(a, b, acc):
     if INTERPRETED:
         # The interpreter's products of bfloat16 are wrong.
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
-        return tl.dot(a, b)
+        return tl.dot(a, b, acc)
 
 
 @triton.jit
-def split_dots(a_1, a_2, b, EXACT: tl.constexpr):
-    """a_1 @ b and a_2 @ b for a in bf16 and b in two parts."""
+def one_part(x, EXACT: tl.constexpr):
+    """x as one bf16 part; exact: x."""
     if EXACT:
-        return tl.dot(a_1, b, input_precision="ieee"), tl.dot(a_2, b, input_precision="ieee")
+        return x
     else:
-        high, low = _split(b, EXACT)
-        return _bf16_dot(a_1, high) + _bf16_dot(a_1, low), _bf16_dot(a_2, high) + _bf16_dot(a_2, low)
+        return once(x.to(tl.bfloat16))
 
 
 @triton.jit
-def split_dots_sum(a_1, a_2, b_1, b_2, EXACT: tl.constexpr):
-    """a_1 @ b_1 + a_2 @ b_2 for a in bf16 and b in two parts."""
+def one_dot(a, b, acc, EXACT: tl.constexpr):
+    """acc + a @ b for both in bf16."""
     if EXACT:
-        return tl.dot(a_1, b_1, input_precision="ieee") + tl.dot(a_2, b_2, input_precision="ieee")
+        return tl.dot(a, b, acc, input_precision="ieee")
     else:
-        high_1, low_1 = _split(b_1, EXACT)
-        high_2, low_2 = _split(b_2, EXACT)
-        return (_bf16_dot(a_1, high_1) + _bf16_dot(a_1, low_1)) + (_bf16_dot(a_2, high_2) + _bf16_dot(a_2, low_2))
+        return _bf16_dot(a, b, acc)
 
 
 @triton.jit
-def factors(c_CK, total_K, NARROW: tl.constexpr):
-    """Of a half: (row, column) around its middle, then the decay from its start and that to its end.
+def split_dot(a, high, low, acc, EXACT: tl.constexpr):
+    """acc + a @ b for a in bf16 and b in two parts."""
+    if EXACT:
+        return tl.dot(a, high, acc, input_precision="ieee")
+    else:
+        return _bf16_dot(a, high, _bf16_dot(a, low, acc))
 
-    The first two are only for NARROW decays, elsewhere they are the others.
+
+@triton.jit
+def factors(c_CK, first_K, second_K, NARROW: tl.constexpr):
+    """Of a half, given the decays of its quarters, or, where they are not NARROW, their logarithms: (row, column, into,
+    out).
+
+    The decay from its start is row * into, that to its end column * out, into and out being [K]. Where decays are
+    NARROW row and column are those around the middle, elsewhere into and out are 1.
     """
     if NARROW:
-        middle = total_K * 0.5
-        row, column = exp2(c_CK - middle[None, :]), exp2(middle[None, :] - c_CK)
-        return row, column, row * exp2(middle)[None, :], column * exp2(middle)[None, :]
+        return exp2(c_CK), exp2(-c_CK), first_K, second_K
     else:
-        start, end = exp2(c_CK), exp2(total_K[None, :] - c_CK)
-        return start, end, start, end
+        one = tl.full(first_K.shape, 1.0, tl.float32)
+        return exp2(c_CK + first_K[None, :]), exp2(second_K[None, :] - c_CK), one, one
 
 
 @triton.jit
-def _level(c_CK, level: tl.constexpr):
-    """Row and column factors of a half cut into blocks of BC >> level + 1 tokens, and which scores they make."""
+def _level(c_CK, p_sums, length, K: tl.constexpr, level: tl.constexpr):
+    """Row and column factors of a half cut into blocks of BC >> level + 1 tokens, and which scores they make.
+
+    p_sums [1, BK] is where the first row of c is read from.
+    """
     S: tl.constexpr = BC >> (level + 1)
     o_i, o_j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-    at_boundary = tl.where(o_j == o_i // (2 * S) * 2 * S + S - 1, 1.0, 0.0)
-    boundary = tl.dot(at_boundary, c_CK, input_precision="ieee")
+    o_boundary = o_i // (2 * S) * 2 * S + S - 1
+    boundary = tl.load(p_sums + o_boundary * K, mask=o_boundary < length, other=0.0)
     second = (o_i // S) % 2 == 1
     row = tl.where(second, exp2(tl.minimum(c_CK - boundary, 0.0)), 0.0)
     column = tl.where(second, 0.0, exp2(tl.minimum(boundary - c_CK, 0.0)))
@@ -158,61 +177,106 @@ def _level(c_CK, level: tl.constexpr):
 
 
 @triton.jit
-def inside_scores(q_CK, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr, EXACT: tl.constexpr):
-    """Scores q . k and k . k of some channels between the tokens of a half.
+def inside_scores(
+    q_CK,
+    k_CK,
+    c_CK,
+    row_CK,
+    column_CK,
+    qk,
+    kk,
+    p_sums,
+    length,
+    K: tl.constexpr,
+    NARROW: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """qk and kk with the scores q . k and k . k of some channels between the tokens of a half added.
 
     Places above the diagonal, and of k . k on it, are no scores, may be infinite, and have to be masked.
     """
     if NARROW:
         columns = tl.trans(_tf32(k_CK * column_CK, EXACT))
-        qk = _wide_dot(_tf32(q_CK * row_CK, EXACT), columns, EXACT)
-        return qk, _wide_dot(_tf32(k_CK * row_CK, EXACT), columns, EXACT)
+        qk = _wide_dot(_tf32(q_CK * row_CK, EXACT), columns, qk, EXACT)
+        return qk, _wide_dot(_tf32(k_CK * row_CK, EXACT), columns, kk, EXACT)
     else:
         o_i, o_j = tl.arange(0, BC)[:, None], tl.arange(0, BC)[None, :]
-        qk = tl.where(o_i == o_j, tl.sum(q_CK * k_CK, 1)[:, None], 0.0)
-        kk = tl.zeros([BC, BC], tl.float32)
+        zeros = tl.zeros([BC, BC], tl.float32)
+        qk += tl.where(o_i == o_j, tl.sum(q_CK * k_CK, 1)[:, None], 0.0)
         for level in tl.static_range(LEVELS):
-            row, column, here = _level(c_CK, level)
+            row, column, here = _level(c_CK, p_sums, length, K, level)
             columns = tl.trans(small(k_CK * column, EXACT))
-            qk += tl.where(here, small_dot(small(q_CK * row, EXACT), columns, EXACT), 0.0)
-            kk += tl.where(here, small_dot(small(k_CK * row, EXACT), columns, EXACT), 0.0)
+            qk += tl.where(here, small_dot(small(q_CK * row, EXACT), columns, zeros, EXACT), 0.0)
+            kk += tl.where(here, small_dot(small(k_CK * row, EXACT), columns, zeros, EXACT), 0.0)
         return qk, kk
 
 
 @triton.jit
-def row_gradients(dqk, dkk, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr, EXACT: tl.constexpr):
+def row_gradients(
+    dqk,
+    dkk,
+    k_CK,
+    c_CK,
+    row_CK,
+    high,
+    low,
+    p_sums,
+    length,
+    K: tl.constexpr,
+    NARROW: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """Gradients of the scores inside a half for some channels of q and of k as row, before beta.
 
     dqk and dkk [BC, BC] are zero where there is no score, and dqk on its diagonal. They may be rounded to bf16: what a
     pair of tokens gives one of them for its decay it takes from the other, and both see the same rounding. The other
-    factors may not.
+    factors may not: high and low are the two parts of k times its column factor.
     """
+    zeros = tl.zeros_like(k_CK)
     if NARROW:
-        dq, dk = split_dots(dqk, dkk, k_CK * column_CK, EXACT)
-        return row_CK * dq, row_CK * dk
+        return row_CK * split_dot(dqk, high, low, zeros, EXACT), row_CK * split_dot(dkk, high, low, zeros, EXACT)
     else:
         dq = tl.zeros_like(k_CK)
         dk = tl.zeros_like(k_CK)
         for level in tl.static_range(LEVELS):
-            row, column, here = _level(c_CK, level)
-            x, y = split_dots(tl.where(here, dqk, 0.0), tl.where(here, dkk, 0.0), k_CK * column, EXACT)
-            dq += row * x
-            dk += row * y
+            row, column, here = _level(c_CK, p_sums, length, K, level)
+            high, low = split(k_CK * column, EXACT)
+            dq += row * split_dot(tl.where(here, dqk, 0.0), high, low, zeros, EXACT)
+            dk += row * split_dot(tl.where(here, dkk, 0.0), high, low, zeros, EXACT)
         return dq, dk
 
 
 @triton.jit
-def column_gradients(dqk, dkk, q_CK, k_CK, c_CK, row_CK, column_CK, NARROW: tl.constexpr, EXACT: tl.constexpr):
-    """Gradients of the scores inside a half for some channels of k as column: dqk and dkk transposed, k with beta."""
+def column_gradients(
+    dqk,
+    dkk,
+    q_CK,
+    k_CK,
+    c_CK,
+    column_CK,
+    q_high,
+    q_low,
+    k_high,
+    k_low,
+    p_sums,
+    length,
+    K: tl.constexpr,
+    NARROW: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Gradients of the scores inside a half for some channels of k as column: dqk and dkk transposed, k with beta; high
+    and low are the two parts of q and k times their row factor."""
     if NARROW:
-        dk = split_dots_sum(dqk, dkk, q_CK * row_CK, k_CK * row_CK, EXACT)
-        return column_CK * dk
+        dk = split_dot(dqk, q_high, q_low, tl.zeros_like(k_CK), EXACT)
+        return column_CK * split_dot(dkk, k_high, k_low, dk, EXACT)
     else:
         dk = tl.zeros_like(k_CK)
         for level in tl.static_range(LEVELS):
-            row, column, here = _level(c_CK, level)
-            dqk_here, dkk_here = tl.where(here, dqk, 0.0), tl.where(here, dkk, 0.0)
-            dk += column * split_dots_sum(dqk_here, dkk_here, q_CK * row, k_CK * row, EXACT)
+            row, column, here = _level(c_CK, p_sums, length, K, level)
+            high, low = split(q_CK * row, EXACT)
+            x = split_dot(tl.where(here, dqk, 0.0), high, low, tl.zeros_like(k_CK), EXACT)
+            high, low = split(k_CK * row, EXACT)
+            dk += column * split_dot(tl.where(here, dkk, 0.0), high, low, x, EXACT)
         return dk
 
 
@@ -228,7 +292,9 @@ def unit_lower_inverse(a_CC, EXACT: tl.constexpr):
     for level in tl.static_range(1, LEVELS):
         between = tl.where((o_i >> (level + 1) == o_j >> (level + 1)) & (o_i >> level != o_j >> level), a_CC, 0.0)
         x = small(inverse, EXACT)
-        inverse -= small_dot(small(small_dot(x, small(between, EXACT), EXACT), EXACT), x, EXACT)
+        zeros = tl.zeros_like(inverse)
+        y = small_dot(x, small(between, EXACT), zeros, EXACT)
+        inverse -= small_dot(small(y, EXACT), x, zeros, EXACT)
     return inverse
 
 

@@ -10,9 +10,10 @@ Legend: M tokens of all documents, H heads, D channels of a token and head; BD o
 import triton
 import triton.language as tl
 
-# Tokens per chunk, tokens per half, both powers of two.
+# Tokens per chunk, per half and per quarter, powers of two.
 BT = tl.constexpr(64)
 BC = tl.constexpr(32)
+BQ = tl.constexpr(16)
 
 
 @triton.jit
@@ -55,6 +56,12 @@ def store_scalars(p, x_R, i_t, i_h, length, H, BR: tl.constexpr):
 @triton.jit
 def _row(i_t, i_h, M):
     return tl.cast(i_h, tl.int64) * M + i_t
+
+
+@triton.jit
+def first_row(p, i_t, i_h, M, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """Where [1, BK] of token i_t is; the tokens behind it follow K apart."""
+    return p + (_row(i_t, i_h, M) * K + i_k) + tl.arange(0, BK)[None, :]
 
 
 @triton.jit
