@@ -10,8 +10,8 @@ from measure import floor_ms, peak_gib, relative_error, row, samples_ms
 STREAMS, P, W, T = 3, 12288, 4, 8192
 # Channels are independent: float64 takes some of each stream.
 CHECKED = 64
-# Errors over those of the torch definition: ours may reach the first, another implementation the second.
-OURS, OTHERS = 2.0, 4.0
+# Our error over that of the torch definition; of others, who may round weights' gradients, the error itself.
+OURS, OTHERS = 2.0, 2e-2
 # An fp32 error below this is rounding, whichever way it fell.
 EXACT = 5e-7
 
@@ -40,8 +40,8 @@ def results(convolution: Convolution, xs, weights, dys) -> list[torch.Tensor]:
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, leaves, dys)]
 
 
-def error_over_torch(convolution: Convolution, xs, weights, dys) -> float:
-    """The largest error of a result, over that of the torch definition."""
+def errors(convolution: Convolution, xs, weights, dys) -> tuple[float, float]:
+    """The largest error of a result, and the largest over that of the torch definition."""
     channels = torch.randperm(P, device="cuda")[:CHECKED]
     some = [[x[:, channels] for x in xs], [w[channels] for w in weights], [dy[:, channels] for dy in dys]]
     plain = results(short_conv_reference, *some)
@@ -49,10 +49,9 @@ def error_over_torch(convolution: Convolution, xs, weights, dys) -> float:
     actual = results(convolution, xs, weights, dys)
     # Streams, their outputs and gradients have the channels last; weight gradients have them first.
     picked = [x[channels] if x.shape[0] == P else x[:, channels] for x in actual]
-    errors = [
-        relative_error(x, t) / max(relative_error(p, t), EXACT) for x, p, t in zip(picked, plain, truth, strict=True)
-    ]
-    return max(errors)
+    found = [relative_error(x, t) for x, t in zip(picked, truth, strict=True)]
+    plain_errors = [relative_error(p, t) for p, t in zip(plain, truth, strict=True)]
+    return max(found), max(e / max(p, EXACT) for e, p in zip(found, plain_errors, strict=True))
 
 
 def rows(quick: bool) -> list[dict[str, Any]]:
@@ -61,15 +60,15 @@ def rows(quick: bool) -> list[dict[str, Any]]:
     weights = [torch.randn(P, W, device="cuda") / W**0.5 for _ in range(STREAMS)]
     passed, ours_error = {}, 0.0
     for name, convolution in implementations(quick).items():
-        error = error_over_torch(convolution, xs, weights, dys)
+        error, over_torch = errors(convolution, xs, weights, dys)
         if name == "ours":
-            ours_error = error
-            if not error <= OURS:
-                raise SystemExit(f"short convolution: error {error:.2f} times that of torch")
+            ours_error = over_torch
+            if not over_torch <= OURS:
+                raise SystemExit(f"short convolution: error {over_torch:.2f} times that of torch")
         if error <= OTHERS:
             passed[name] = convolution
         else:
-            print(f"short convolution: {name} is left out, error {error:.2f} times that of torch")
+            print(f"short convolution: {name} is left out, relative error {error:.1e}")
 
     def forward(convolution: Convolution) -> Callable[[], Any]:
         return lambda: convolution(xs, weights)
