@@ -21,7 +21,7 @@ WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Launch settings, and channels of a step or program of the kernels that take them in parts.
 GATE = {"num_warps": 1}
-SCORES, SCORE_CHANNELS = {"num_warps": 2, "num_stages": 1}, 32
+SCORES, SCORE_CHANNELS = {"num_warps": 4, "num_stages": 1}, 64
 SOLVE = {"num_warps": 2}
 SERIAL, VALUES_AT_A_TIME = {"num_warps": 8, "num_stages": 1}, 128
 VALUES = {"num_warps": 4}
