@@ -13,19 +13,21 @@ trial on CPU, which leaves none.
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler_util import FunctionEvent
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from transformers.distributed.expert_parallel import AllToAllEP
@@ -46,6 +48,8 @@ FORMS = {
     "rows and sums fp8": Travel(rows="fp8", sums="fp8"),
 }
 CHUNKS = (0, 1, 2, 4)
+# steps of which one is the average
+PROFILED = 5
 # of Kimi-K3's experts
 HIDDEN = 3072
 
@@ -144,8 +148,18 @@ def milliseconds(work: Callable[[], Any], device: torch.device, repeats: int) ->
     return slowest.item()
 
 
-def launches(work: Callable[[], Any]) -> dict[str, int]:
-    """Kernels and copies that one step launches, and how often the host waits for the device."""
+def busy_ms(events: Iterable[FunctionEvent]) -> float:
+    """Time in which at least one of them ran."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 1e3
+
+
+def launches(work: Callable[[], Any]) -> dict[str, float]:
+    """Kernels and copies that one step launches, how often the host waits for the device, and the time in which the
+    device has something to do: what a step takes longer, the host adds. Waiting for another process is device time."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -153,11 +167,13 @@ def launches(work: Callable[[], Any]) -> dict[str, int]:
         torch.cuda.set_sync_debug_mode("default")
     waits = sum("synchronizing" in str(warning.message) for warning in caught)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        work()
+        for _ in range(PROFILED):
+            work()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     # those are ranges, not kernels
-    return {"launches": sum(not event.name.startswith("nccl:") for event in events), "waits": waits}
+    kernels = [event for event in events if not event.name.startswith("nccl:")]
+    return {"launches": len(kernels) / PROFILED, "waits": waits, "device_ms": busy_ms(kernels) / PROFILED}
 
 
 def link(problem: Problem, args: argparse.Namespace, device: torch.device) -> tuple[float, int]:

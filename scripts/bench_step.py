@@ -17,6 +17,7 @@ Results, with the device time by what it is spent on, go to results/h200.json.
 """
 
 import argparse
+import gc
 import importlib
 import itertools
 import json
@@ -143,9 +144,15 @@ def first(model: nn.Module, layers: int) -> Iterator[None]:
     inner.layers = whole
 
 
+def free_memory() -> None:
+    """Give back what nothing refers to, cycles too: what is built next has the GPU to itself."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def measured(name: str, step: Callable[[], Any], tokens: int) -> tuple[list[float], float]:
     """Samples in ms of steps that follow each other, and all memory at the peak in GiB: weights count."""
-    torch.cuda.empty_cache()
+    free_memory()
     for _ in range(2):
         step()
     torch.cuda.synchronize()
@@ -173,6 +180,7 @@ def block(experts: int, tokens: int) -> None:
         del model
         times[name], peaks[name] = measured(f"block, {name}", step, tokens)
         del step
+        free_memory()
     D, L, F = config.hidden_size, config.routed_expert_hidden_size, config.moe_intermediate_size
     routed, shared = config.num_experts_per_token * 3 * L * F, config.num_shared_experts * 3 * D * F
     flops = 4 * tokens * (D * experts + 2 * D * L + routed + shared)
@@ -321,6 +329,7 @@ def step_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             project(model, step, tokens)
         # NeMo's experts have 16 bits: it may have the whole GPU.
         del model, step, tiers
+        free_memory()
         times = {"ours": samples} | ({} if args.no_peer else nemo(args.experts, tokens, recompute))
         flops = 2 * tokens * forward_flops_per_token(config, tokens, head=False)
         shape = f"T={tokens}{', full recompute' if recompute else ''}, {args.experts} experts"
@@ -365,7 +374,7 @@ def parallel_rows(lengths: Sequence[int], mesh: DeviceMesh) -> Iterator[dict[str
                     raise
                 print(f"{name}, T={tokens}: out of memory", flush=True)
             model = step = None
-            torch.cuda.empty_cache()
+            free_memory()
         flops = 2 * tokens * forward_flops_per_token(config, tokens, head=False)
         shape = f"T={tokens} per GPU, {ALL_EXPERTS} experts over {mesh['ep'].size()}"
         row = measure.row(STEP, shape, times, flops / measure.FLOPS_PER_SECOND * 1e3, peaks["ours"], None)

@@ -18,19 +18,26 @@ The host waits for the device once a layer, for the counts.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from modeling_latentmoe.moe import Dispatched
-from modeling_latentmoe.training.journeys import Finish, Homeward, Outward, Start
+from modeling_latentmoe.training.journeys import Finish, Homeward, Outward, Start, StartAndFinish, make_anchor
 from modeling_latentmoe.training.links import Direct, Nodes, Sizes, make_nodes
 from modeling_latentmoe.training.mesh import owned_experts
 from modeling_latentmoe.training.payload import Form
-from modeling_latentmoe.training.transfers import Plan, exchange_counts, make_plan, number_of
+from modeling_latentmoe.training.transfers import (
+    Plan,
+    exchange_counts,
+    finish_transfer,
+    make_plan,
+    number_of,
+    start_transfer,
+)
 
 
 class Travel(NamedTuple):
@@ -49,11 +56,7 @@ class Travel(NamedTuple):
 
 PLAIN = Travel()
 # What a recomputed forward needs of other ranks: with these saved it does not communicate.
-RECEIVED = [
-    torch.ops.latentmoe.exchange_counts.default,
-    torch.ops.latentmoe.start_transfer.default,
-    torch.ops.latentmoe.finish_transfer.default,
-]
+RECEIVED = [exchange_counts, start_transfer, finish_transfer]
 
 
 def check_travel(travel: Travel, ep_degree: int) -> None:
@@ -98,7 +101,7 @@ def expert_parallel(
             module.exchange = kind(link, module.config.num_experts, capacity_factor, travel)
             if travel.chunks:
                 (experts,) = (inner for inner in module.modules() if "logical_shapes" in inner.__dict__)
-                experts.forward = partial(module.exchange.experts_on_parts, experts.forward)
+                module.exchange.run_on_parts(experts)
 
 
 def rows_per_token(experts: int, chosen: int, ranks: int) -> float:
@@ -163,82 +166,94 @@ class AllToAll:
 
         Of a row's slots only those for experts of this rank remain, and padding where it has fewer than others.
         """
-        (part,) = self._depart(x_TL, ids_TS, weights_TS)
-        return self._arrive(part)
+        ids_TS = self._kept(ids_TS)
+        ((plan, slots),) = self._plans(ids_TS)
+        journey, anchor = Outward(plan, self.travel.rows), make_anchor(x_TL)
+        return self._dispatched(plan, slots, *StartAndFinish.apply(journey, anchor, x_TL, weights_TS, ids_TS))
 
     def combine(self, sum_RL: Tensor, dispatched: Dispatched) -> Tensor:
-        journey, ticket = self._return(sum_RL, dispatched.plan, dispatched.x_RL.dtype)
-        (sum_TL,) = Finish.apply(journey, ticket)
+        journey = Homeward(dispatched.plan, self.travel.sums, dispatched.x_RL.dtype)
+        (sum_TL,) = StartAndFinish.apply(journey, None, sum_RL)
         return sum_TL
 
-    def _depart(self, x_TL: Tensor, ids_TS: Tensor, weights_TS: Tensor) -> list[Part]:
+    def _kept(self, ids_TS: Tensor) -> Tensor:
         # not in evaluation: there all tokens count, and a token's answer must not depend on its neighbours
-        if self.capacity_factor is not None and torch.is_grad_enabled():
-            ids_TS = drop_excess(ids_TS, self.experts, self.capacity_factor)
-        anchor = x_TL.new_empty(0, requires_grad=torch.is_grad_enabled())
-        parts, end = [], 0
-        for plan, slots in self._plans(ids_TS):
-            here = slice(end, end := end + len(plan.first_T))
-            journey = Outward(plan, self.travel.rows)
-            ticket = Start.apply(journey, anchor, x_TL[here], weights_TS[here], ids_TS[here])
-            parts.append(Part(plan, slots, journey, ticket))
-        return parts
+        if self.capacity_factor is None or not torch.is_grad_enabled():
+            return ids_TS
+        return drop_excess(ids_TS, self.experts, self.capacity_factor)
 
-    def _arrive(self, part: Part) -> Dispatched:
-        x_RL, weights_RS, ids_RS = Finish.apply(part.journey, part.ticket)
+    def _dispatched(self, plan: Plan, slots: int, x_RL: Tensor, weights_RS: Tensor, ids_RS: Tensor) -> Dispatched:
         elsewhere_RS = ids_RS // (self.experts // self.link.ranks) != self.link.rank
-        order_RS = elsewhere_RS.to(torch.int8).argsort(dim=1, stable=True)[:, : part.slots]
-        return Dispatched(x_RL, ids_RS.gather(1, order_RS), weights_RS.gather(1, order_RS), part.plan)
-
-    def _return(self, sum_RL: Tensor, plan: Plan, dtype: torch.dtype) -> tuple[Homeward, Tensor]:
-        journey = Homeward(plan, self.travel.sums, dtype)
-        return journey, Start.apply(journey, sum_RL.new_empty(0), sum_RL)
+        # bytes: not every backend sorts bools
+        order_RS = elsewhere_RS.view(torch.int8).argsort(dim=1, stable=True)[:, :slots]
+        return Dispatched(x_RL, ids_RS.gather(1, order_RS), weights_RS.gather(1, order_RS), plan)
 
     @torch.no_grad()
     def _plans(self, ids_TS: Tensor) -> list[tuple[Plan, int]]:
         """For every part of the tokens its plan, and the most experts of this rank that one row chose, at least 1.
 
-        Ids below 0 are dropped.
+        Ids below 0 are dropped; there are some only with a capacity factor.
         """
         ranks, parts, tokens = self.link.ranks, max(1, self.travel.chunks), len(ids_TS)
         # at least one, which chose nothing: there is no most of none
         size = max(1, -(-tokens // parts))
         rank_TS = ids_TS // (self.experts // ranks)
-        # the last column is for dropped ones, at -1
-        chosen = ids_TS.new_zeros(parts * size, ranks + 1)
-        chosen[:tokens].scatter_add_(1, rank_TS % (ranks + 1), torch.ones_like(rank_TS))
-        chosen_CNt = chosen[:, :ranks].unflatten(0, (parts, size)).transpose(1, 2)
-        wanted_CNt = chosen_CNt > 0
-        sent_NC2 = torch.stack([wanted_CNt.sum(2), chosen_CNt.amax(2)], dim=2).transpose(0, 1)
-        counts = exchange_counts(sent_NC2.flatten(1), number_of(self.link))
+        if self.capacity_factor is not None:
+            # dropped ones, at -1, go to a column behind the others
+            rank_TS = rank_TS % (ranks + 1)
+        one = ids_TS.new_ones(()).expand_as(rank_TS)
+        chosen = ids_TS.new_zeros(parts * size, ranks + 1).scatter_add_(1, rank_TS, one)
+        chosen_CtN = chosen[:, :ranks].unflatten(0, (parts, size))
+        # in both orders, as `make_plan` wants them
+        wanted_C2A = chosen.new_empty(parts, 2, size * ranks)
+        wanted_CtN, wanted_CNt = wanted_C2A[:, 0].view_as(chosen_CtN), wanted_C2A[:, 1].view(parts, ranks, size)
+        torch.clamp(chosen_CtN, max=1, out=wanted_CtN)
+        wanted_CNt.copy_(wanted_CtN.transpose(1, 2))
+        sent_NC2 = chosen.new_empty(ranks, parts, 2)
+        torch.sum(wanted_CNt, 2, out=sent_NC2[..., 0].T)
+        torch.amax(chosen_CtN, 1, out=sent_NC2[..., 1].T)
+        sent = sent_NC2.flatten(1)
         # the host waits for the device here
-        figures = torch.cat([sent_NC2.flatten(1), counts]).tolist()
+        figures = torch.cat([sent, exchange_counts(sent, number_of(self.link))]).tolist()
         plans = []
         for part in range(parts):
             rows = [row[2 * part] for row in figures]
             sizes = Sizes(sent=rows[:ranks], received=rows[ranks : 2 * ranks], passed=rows[2 * ranks :])
             slots = max(1, *(row[2 * part + 1] for row in figures[ranks : 2 * ranks]))
-            wanted_Nt = wanted_CNt[part, :, : max(0, tokens - part * size)]
-            plans.append((make_plan(self.link, sizes, wanted_Nt), slots))
+            length = min(size, max(0, tokens - part * size))
+            plans.append((make_plan(self.link, sizes, wanted_C2A[part], length), slots))
         return plans
 
 
 class Overlapped(AllToAll):
     """Tokens travel in parts, all on their way at once: the experts work on one while others come and sums go back.
 
-    moe.py hands on what it gets, and need not know: `dispatch` returns parts in place of rows, and the experts, whose
-    forward is `experts_on_parts`, a ticket in place of sums.
+    moe.py hands on what it gets, and need not know: `dispatch` returns parts in place of rows, and the experts, after
+    `run_on_parts`, a ticket in place of sums.
     """
 
+    def run_on_parts(self, experts: nn.Module) -> None:
+        """Let `experts` take parts, each of which goes through their own forward."""
+        # weak: a module that holds its own method is not freed with the model, but whenever Python looks for cycles
+        forward = WeakMethod(experts.forward)
+        experts.forward = lambda *inputs: self.experts_on_parts(forward(), *inputs)
+
     def dispatch(self, x_TL: Tensor, ids_TS: Tensor, weights_TS: Tensor) -> Dispatched:
-        parts = self._depart(x_TL, ids_TS, weights_TS)
+        ids_TS = self._kept(ids_TS)
+        plans, anchor, parts = self._plans(ids_TS), make_anchor(x_TL), []
+        sizes = [len(plan.first_T) for plan, _ in plans]
+        pieces = zip(*(value.split(sizes) for value in (x_TL, weights_TS, ids_TS)), strict=True)
+        for (plan, slots), piece in zip(plans, pieces, strict=True):
+            journey = Outward(plan, self.travel.rows)
+            parts.append(Part(plan, slots, journey, Start.apply(journey, anchor, *piece)))
         return Dispatched(parts, ids_TS, weights_TS, parts)
 
     def experts_on_parts(self, forward: Callable, parts: list[Part], _: Tensor, __: Tensor, adapters: dict) -> Tensor:
         for part in parts:
-            rows = self._arrive(part)
+            rows = self._dispatched(part.plan, part.slots, *Finish.apply(part.journey, part.ticket))
             sum_RL = forward(rows.x_RL, rows.ids_RS, rows.weights_RS, adapters)
-            part.journey, part.ticket = self._return(sum_RL, part.plan, rows.x_RL.dtype)
+            part.journey = Homeward(part.plan, self.travel.sums, rows.x_RL.dtype)
+            part.ticket = Start.apply(part.journey, sum_RL.new_empty(0), sum_RL)
         # one tensor: a hook on the gradient of the experts' result runs before that of any part
         return torch.cat([part.ticket for part in parts])
 

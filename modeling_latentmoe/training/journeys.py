@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 from modeling_latentmoe.training.payload import Form, decode, encode
 from modeling_latentmoe.training.transfers import Back, Plan, There, finish_transfer, number_of, start_transfer
 
+# Routing weights are of these.
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
 
 class Journey(Protocol):
     """One way, with gradients the other way."""
@@ -25,7 +28,7 @@ class Journey(Protocol):
     def finish(self) -> tuple[Tensor, ...]: ...
 
     def start_gradients(self, *gradients: Tensor) -> None:
-        """Of what `finish` returned."""
+        """Of those that `finish` returned that are no ids."""
         ...
 
     def finish_gradients(self) -> tuple[Tensor | None, ...]:
@@ -33,12 +36,17 @@ class Journey(Protocol):
         ...
 
 
-class Start(torch.autograd.Function):
-    """Returns a ticket for `Finish`: an empty tensor, by which gradients come. It requires grad if `anchor` does.
+def make_anchor(like: Tensor) -> Tensor:
+    """With it a journey has gradients wherever they are recorded: its backward pass, a collective, runs on every rank.
 
-    So backward, a collective, runs on every rank: one whose tokens have no gradient, such as one without images, would
-    otherwise let the others wait.
+    One whose tokens have no gradient, such as one without images, would otherwise let the others wait.
     """
+    return like.new_empty(0, requires_grad=torch.is_grad_enabled())
+
+
+class Start(torch.autograd.Function):
+    """Returns a ticket for `Finish`: an empty tensor, by which gradients come. It requires grad if `anchor` or a value
+    does."""
 
     @staticmethod
     def forward(ctx: Any, journey: Journey, anchor: Tensor, *values: Tensor) -> Tensor:
@@ -56,16 +64,47 @@ class Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, journey: Journey, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.journey, ctx.ticket = journey, (ticket.dtype, ticket.device)
-        values = journey.finish()
-        ctx.mark_non_differentiable(*(value for value in values if not value.is_floating_point()))
-        return values
+        return _finished(ctx, journey)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor):
-        ctx.journey.start_gradients(*gradients)
+    def backward(ctx: Any, *gradients: Tensor | None):
+        ctx.journey.start_gradients(*_whole(ctx, gradients))
         dtype, device = ctx.ticket
         return None, torch.empty(0, dtype=dtype, device=device)
+
+
+class StartAndFinish(torch.autograd.Function):
+    """Both, where there is nothing to do in between. What it returns requires grad if `anchor` or a value does."""
+
+    @staticmethod
+    def forward(ctx: Any, journey: Journey, anchor: Tensor | None, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.journey = journey
+        journey.start(*values)
+        return _finished(ctx, journey)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None):
+        ctx.journey.start_gradients(*_whole(ctx, gradients))
+        return None, None, *ctx.journey.finish_gradients()
+
+
+def _finished(ctx: Any, journey: Journey) -> tuple[Tensor, ...]:
+    values = journey.finish()
+    ctx.mark_non_differentiable(*(value for value in values if not value.is_floating_point()))
+    # not by torch, which makes zeros for ids as well
+    ctx.set_materialize_grads(False)
+    ctx.like = [(value.shape, value.dtype, value.device) for value in values if value.is_floating_point()]
+    return values
+
+
+def _whole(ctx: Any, gradients: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """Zeros where there is no gradient, without those of ids, which come last."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+        for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=False)
+    ]
 
 
 class Outward:
@@ -76,8 +115,9 @@ class Outward:
 
     def start(self, x_TL: Tensor, weights_TS: Tensor, ids_TS: Tensor) -> None:
         self.dtypes, self.widths = (x_TL.dtype, weights_TS.dtype), (x_TL.shape[1], weights_TS.shape[1])
-        # together: both are small
-        chosen = torch.cat([weights_TS.contiguous().view(torch.int32), ids_TS.to(torch.int32)], dim=1)
+        # together: both are small; ids as wide as weights, so that both can be seen where they lie
+        integer = INTEGERS[weights_TS.dtype]
+        chosen = torch.cat([weights_TS.view(integer), ids_TS.to(integer)], dim=1)
         self.transfer = There(self.plan)
         # what decides where rows go at the experts comes first
         start_transfer([chosen, encode(x_TL, self.form)], number_of(self.transfer))
@@ -85,13 +125,11 @@ class Outward:
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """(x_RL, weights_RS, ids_RS)"""
         chosen, rows = finish_transfer(self.plan.token_R, number_of(self.transfer))
-        weights, ids_RS = chosen.split([chosen.shape[1] - self.widths[1], self.widths[1]], dim=1)
-        # a copy: the halves of a wide weight may lie anywhere
-        weights_RS = weights.contiguous().view(self.dtypes[1])
+        weights, ids_RS = chosen.chunk(2, dim=1)
         x_RL = rows if self.form is None else decode(rows, self.form, self.widths[0], self.dtypes[0])
-        return x_RL, weights_RS, ids_RS.to(torch.int64)
+        return x_RL, weights.view(self.dtypes[1]), ids_RS.to(torch.int64)
 
-    def start_gradients(self, grad_RL: Tensor, grad_RS: Tensor, _: Tensor) -> None:
+    def start_gradients(self, grad_RL: Tensor, grad_RS: Tensor) -> None:
         self.returning = [Back(self.plan, None, *of) for of in zip(self.widths, self.dtypes, strict=True)]
         for transfer, gradient in zip(self.returning, (grad_RL, grad_RS), strict=True):
             transfer.start([gradient])

@@ -41,21 +41,24 @@ class Plan(NamedTuple):
     first_T: Tensor
 
 
-def make_plan(link: Direct | Nodes, sizes: Sizes, wanted_NT: Tensor) -> Plan:
-    """wanted_NT: whether a rank gets a row of a token. The sizes are known, so that nothing waits for the device."""
-    rows = sum(sizes.sent)
-    # the place of every row, by rank and by token; all else has a place behind them
-    by_rank_NT, by_token_TN = _places(wanted_NT), _places(wanted_NT.T)
-    token_NT = torch.arange(wanted_NT.shape[1], device=wanted_NT.device).expand_as(wanted_NT)
-    token_R, order_R = (
-        by_rank_NT.new_empty(rows + 1).scatter_(0, torch.where(wanted_NT, place, rows).flatten(), row.flatten())[:rows]
-        for place, row in ((by_rank_NT, token_NT), (by_token_TN.T, by_rank_NT))
-    )
-    return Plan(link, sizes, token_R, order_R, by_token_TN[:, 0] + 1 - wanted_NT[0].to(torch.int64))
+def make_plan(link: Direct | Nodes, sizes: Sizes, wanted_2A: Tensor, tokens: int) -> Plan:
+    """Of the first `tokens` of T tokens; of those behind them nothing is wanted.
 
-
-def _places(wanted: Tensor) -> Tensor:
-    return wanted.flatten().cumsum(0).view_as(wanted) - 1
+    wanted_2A: int64, 1 where a rank gets a row of a token, else 0, in the order [T, N] and again in the order [N, T].
+    The sizes are known, so that nothing waits for the device. What launches cost is most of this: one for both orders.
+    """
+    rows, ranks = sum(sizes.sent), link.ranks
+    # places from 1 on, those by rank behind all those by token
+    place_2A = wanted_2A.view(-1).cumsum(0).view_as(wanted_2A)
+    place_TN, place_NT = place_2A[0].view(-1, ranks), place_2A[1].view(ranks, -1)
+    row_2A = torch.empty_like(place_2A)
+    torch.sub(place_NT.T, rows + 1, out=row_2A[0].view_as(place_TN))
+    row_2A[1].view_as(place_NT).copy_(torch.arange(place_NT.shape[1], device=row_2A.device))
+    # place 0 is for all that is no row
+    found = row_2A.new_empty(1 + 2 * rows).scatter_(0, (place_2A * wanted_2A).view(-1), row_2A.view(-1))
+    _, order_R, token_R = found.split([1, rows, rows])
+    first_T = place_TN[:tokens, 0] - wanted_2A[0].view_as(place_TN)[:tokens, 0]
+    return Plan(link, sizes, token_R, order_R, first_T)
 
 
 class There:
@@ -111,18 +114,24 @@ def _finished(arriving: list[tuple[Tensor, Callable[[], object]]]) -> list[Tenso
     return found
 
 
-@torch.library.custom_op("latentmoe::exchange_counts", mutates_args=())
-def exchange_counts(sent_NK: Tensor, link: int) -> Tensor:
-    """`counts` of a link."""
-    return _objects[link].counts(sent_NK)
+# Not `torch.library.custom_op`: what that does around every call takes the host longer than most of these do.
+_library = torch.library.Library("latentmoe", "FRAGMENT")
 
 
-@torch.library.custom_op("latentmoe::start_transfer", mutates_args=())
-def start_transfer(values: list[Tensor], transfer: int) -> None:
-    _objects[transfer].start(values)
+def _operator(schema: str, function: Callable) -> Callable:
+    name = _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.latentmoe, name).default
 
 
-@torch.library.custom_op("latentmoe::finish_transfer", mutates_args=())
-def finish_transfer(token_R: Tensor, transfer: int) -> list[Tensor]:
-    """token_R: of its plan, on the device of what comes."""
-    return _objects[transfer].finish()
+# `counts` of a link.
+exchange_counts = _operator(
+    "exchange_counts(Tensor sent_NK, int link) -> Tensor", lambda sent_NK, link: _objects[link].counts(sent_NK)
+)
+start_transfer = _operator(
+    "start_transfer(Tensor[] values, int transfer) -> ()", lambda values, transfer: _objects[transfer].start(values)
+)
+# token_R: of its plan, on the device of what comes.
+finish_transfer = _operator(
+    "finish_transfer(Tensor token_R, int transfer) -> Tensor[]", lambda _, transfer: _objects[transfer].finish()
+)

@@ -335,6 +335,16 @@ def test_no_tokens_and_no_gradient(alone: dist.ProcessGroup) -> None:
         assert not empty.x_RL.requires_grad
 
 
+def test_what_the_loss_does_not_use_has_a_gradient_of_zeros(alone: dist.ProcessGroup) -> None:
+    """The collectives of the backward pass are taken for it too: other ranks may wait there."""
+    exchange, ids = AllToAll(Direct(alone), EXPERTS), torch.arange(12).view(3, 4)
+    for used in ("x_RL", "weights_RS"):
+        x, weights = torch.randn(3, 32, requires_grad=True), torch.rand(3, 4, requires_grad=True)
+        getattr(exchange.dispatch(x, ids, weights), used).sum().backward()
+        assert torch.equal(x.grad, torch.full((3, 32), float(used == "x_RL")))
+        assert torch.equal(weights.grad, torch.full((3, 4), float(used == "weights_RS")))
+
+
 def test_a_model_with_other_experts_is_refused(alone: dist.ProcessGroup) -> None:
     model = LatentMoEForConditionalGeneration(LatentMoEConfig.tiny(vision=False))
     restrict_experts(model, 1, 2)

@@ -1,16 +1,19 @@
 """The ways in which tokens can travel to their experts: in parts, over nodes, compressed."""
 
+import gc
 import random
 from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import spawn
+from recorder import Recorder
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -109,7 +112,7 @@ def test_a_layer_in_parts_is_the_layer(alone: dist.ProcessGroup) -> None:
         assert isinstance(layer.exchange, LocalExchange)
         if parts:
             layer.exchange = Overlapped(Direct(alone), layer.config.num_experts, travel=Travel(chunks=parts))
-            layer.experts.forward = partial(layer.exchange.experts_on_parts, layer.experts.forward)
+            layer.exchange.run_on_parts(layer.experts)
         x = torch.randn(2, 4, 64, dtype=torch.float64, requires_grad=True)
         y, _, load = layer(x, torch.arange(8).view(2, 4) % 2 > 0)
         y.square().sum().backward()
@@ -167,6 +170,30 @@ def test_the_model_in_all_ways(tmp_path: Path) -> None:
         assert max(changes) < 1e-9
     for changes in spawn(tmp_path / "four", 4, model_ways, [Travel(), Travel(chunks=2, node_size=2)]):
         assert max(changes) < 1e-9
+
+
+def left_behind(rank: int, world: int, travel: Travel, modes: tuple[str, ...]) -> list[tuple[int, list[str]]]:
+    """After a step and without the garbage collector: bytes that the step made, parameters of the dropped model."""
+    found = []
+    for mode in modes:
+        model = build(rank, world, travel, mode)
+        parameters = {name: ref(param) for name, param in model.named_parameters()}
+        gc.collect()
+        gc.disable()
+        with Recorder() as recorder:
+            model(input_ids=torch.arange(9 + rank).unsqueeze(0)).logits.square().sum().backward()
+        assert recorder.live_bytes() > 0
+        del model
+        found.append((recorder.live_bytes(), [name for name, param in parameters.items() if param() is not None]))
+        gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("travel", [Travel(), Travel(chunks=2, rows="int8", sums="bf16")])
+def test_a_dropped_model_is_freed(tmp_path: Path, travel: Travel) -> None:
+    """At once: what waits for the garbage collector takes the next model's place on the device."""
+    modes = "none", "selective"
+    assert spawn(tmp_path / "world", 2, left_behind, travel, modes) == [[(0, [])] * len(modes)] * 2
 
 
 # --- switches, forms, figures ---
