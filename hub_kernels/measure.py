@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 # Ceilings of one H200, measured on random data: a device-to-device copy and a large bf16 matrix product.
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12
@@ -135,7 +134,7 @@ def main(description: str, command: str, ops: dict[str, Callable[[bool], Iterabl
 
 def record(command: str, rows: Iterable[dict[str, Any]], file: Path = RESULTS) -> None:
     """Write the rows into the record file, each as it comes, in place of those that the same command left there."""
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    versions = {"torch": torch.__version__, "triton": metadata.version("triton"), "cuda": torch.version.cuda}
     versions |= {name: metadata.version(name) for name in PEERS if installed(name)}
     measured: list[dict[str, Any]] = []
     entry = {"device": torch.cuda.get_device_name(), "versions": versions, "command": command, "commit": commit()}

@@ -32,7 +32,8 @@ def _kernels(
     operation: str, repository: str, choice: str, problem: str | None, *tensors: torch.Tensor
 ) -> ModuleType | None:
     def reason() -> str | None:
-        return problem or dtype_problem(*tensors, dtypes=FLOATS) or compiler_problem()
+        found = problem or dtype_problem(*tensors, dtypes=FLOATS) or compiler_problem()
+        return found or (None if loaded(repository, choice) else f"there is no repository {repository} at hand")
 
     return loaded(repository, choice) if serves(operation, choice, tensors[0], (), reason) else None
 

@@ -300,6 +300,11 @@ def bench(argv: Sequence[str]) -> None:
     if args.draw:
         draw()
         return
+    placement = parse_placement(args.experts_in)
+    if placement.kind not in ("device", "host") or not placement.layers <= {*range(1, LAYERS)}:
+        raise ValueError(f"--experts_in {args.experts_in}: name some of layers 1 to {LAYERS - 1}, as in host:1-3")
+    if placement.layers and (args.block or args.ep > 1):
+        raise ValueError(f"--experts_in {args.experts_in} goes with neither --block nor --ep")
     if not torch.cuda.is_available():
         raise ValueError("bench_step.py needs a GPU, torch sees none")
     if args.block:

@@ -1,8 +1,9 @@
 """The memory of a device: what a step needs of it at least, and activations that are kept on the host instead."""
 
-import functools
+import inspect
 import os
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import psutil
 import torch
@@ -138,14 +139,15 @@ def offload_activations(model: nn.Module) -> None:
     What several operations keep is copied for each, and torch's pinned memory comes in powers of two: the host needs
     more than the device is spared.
     """
-    forward = model.forward
+    # weak: a model that holds its own method is not freed when it is dropped, but whenever Python looks for cycles
+    forward = WeakMethod(model.forward)
 
-    # `generate` looks at the signature
-    @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         with saved_tensors_hooks(_to_host, _to_device):
-            return forward(*args, **kwargs)
+            return forward()(*args, **kwargs)
 
+    # `generate` looks at it
+    offloaded.__signature__ = inspect.signature(model.forward)
     model.forward = offloaded
 
 

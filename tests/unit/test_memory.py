@@ -1,7 +1,9 @@
 """What a step needs of a device, against the tensors that there are; smaller micro-batches; activations on the host."""
 
+import gc
 import inspect
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
@@ -231,3 +234,17 @@ def test_activations_on_the_host_change_nothing(recompute: bool, monkeypatch: py
     layers = model.config.text_config.num_hidden_layers
     # with recomputation what enters the layers, else everything
     assert sum(on_host) >= layers * 80 * 64 * 4 * (1 if recompute else 10)
+
+
+def test_a_model_that_offloads_is_freed() -> None:
+    """When it is dropped, not when Python looks for cycles."""
+    model = nn.Linear(2, 2)
+    memory.offload_activations(model)
+    model(torch.ones(1, 2)).sum().backward()
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

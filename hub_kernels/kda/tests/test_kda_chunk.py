@@ -16,8 +16,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from kda import chunk as kda_chunk
 from kda import chunk_kda, chunk_kda_reference
-from kda.chunk import _Call
 from kda.reference import _l2_normalised, _log_decay, _wide
 
 STREAMS = ("q", "k", "v", "f", "beta")
@@ -166,7 +166,7 @@ def test_sums_of_log_decays(within, device, lower_bound):
     """From the middle of every 32 tokens, and of every 16; each is rounded once, whatever the number of its terms."""
     T, H, K = 75, 2, 16
     given = inputs(T, H, K, K, torch.float32, device)
-    call = _Call(given["q"], given["v"], None, lower_bound)
+    call = kda_chunk._Call(given["q"], given["v"], None, lower_bound)
     sums, quarters = call.gate(given["f"], given["A_log"], given["dt_bias"])
     g = _log_decay(*(given[name].double() for name in ("f", "A_log", "dt_bias")), lower_bound)[0] / math.log(2)
     of_halves = F.pad(g, (0, 0, 0, 0, 0, -T % 64)).unflatten(0, (-1, 32))
@@ -176,6 +176,34 @@ def test_sums_of_log_decays(within, device, lower_bound):
     within("sums", sums, truth, 4e-7)
     truth = of_halves.unflatten(1, (2, 16)).sum(2).flatten(0, 1).unflatten(0, (-1, 4)).transpose(1, 2)
     within("quarters", quarters if lower_bound is None else quarters.log2(), truth, 4e-7)
+
+
+def test_tokens_in_no_document_have_no_gradient(device):
+    """Whatever memory they get held before; outputs of such tokens are NaN, and nobody may take them for results."""
+    given = inputs(7, 2, 16, 16, torch.float32, device)
+    del given["initial_state"]
+    leaves = {name: given[name].requires_grad_() for name in STREAMS}
+    rest = {name: given[name] for name in ("A_log", "dt_bias")}
+    cu_seqlens = torch.tensor([0, 3], device=device)
+    o, _ = chunk_kda(**leaves, **rest, lower_bound=-5.0, cu_seqlens=cu_seqlens)
+    assert o[:, 3:].isnan().all() and o[:, :3].isfinite().all()
+    trash = [torch.full_like(x, 7777.0) for x in leaves.values()]
+    del trash
+    for name, gradient in zip(STREAMS, torch.autograd.grad(o, [*leaves.values()], given["do"]), strict=True):
+        assert gradient[:, :3].any() and not gradient[:, 3:].any(), name
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 5]])
+def test_operators_are_well_formed(device, cu_seqlens):
+    """Also for inputs that lie otherwise: their gradients are contiguous, and torch.compile has to know that."""
+    given = inputs(5, 2, 16, 16, torch.float32, device, documents=2 if cu_seqlens else None)
+    streams = [given[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v", "f", "beta")]
+    leaves = [x.detach().requires_grad_() for x in (*streams, given["A_log"], given["dt_bias"])]
+    bounds = cu_seqlens and torch.tensor(cu_seqlens, device=device)
+    call = (*leaves, bounds, given["initial_state"].requires_grad_(), -5.0, True)
+    torch.library.opcheck(kda_chunk._forward, call)
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in call[:-1]]
+    torch.library.opcheck(kda_chunk._backward, (given["do"], given["dfinal"], *plain))
 
 
 @pytest.mark.parametrize("T", lengths(1, 65))

@@ -54,9 +54,9 @@ def chunk_kda(
     here, f is the raw decay input. beta: [B, T, H], logits. A_log: [H]; dt_bias: [H, K]. K and V are 16, 32, 64 or
     128. lower_bound: the gate's bound, negative, or None for the gate without a bound. cu_seqlens: int [X + 1],
     borders of packed documents (B must be 1) from 0 to T, empty documents allowed; without it every row of the batch
-    is a document, and outputs of tokens that it leaves out are NaN. initial_state: [X, H, K, V] float32. Everything
-    but lower_bound and cu_seqlens has a gradient; nothing but the inputs is kept for it. ValueError names the
-    argument that does not fit.
+    is a document, and of tokens that it leaves out outputs are NaN and gradients zero. initial_state: [X, H, K, V]
+    float32. Everything but lower_bound and cu_seqlens has a gradient; nothing but the inputs is kept for it. ValueError
+    names the argument that does not fit.
 
     Products are taken in float16 of scaled rows and in tf32, which is finer than the rounding of bfloat16 outputs;
     with float32 inputs they are taken in float32. See `reference.py` for the definition.
@@ -94,7 +94,7 @@ def _check(q, k, v, f, beta, A_log, dt_bias, lower_bound, cu_seqlens, initial_st
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound must be negative, or None for the gate without a bound: {lower_bound}")
     if cu_seqlens is not None and (
-        B != 1 or cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)
+        B != 1 or cu_seqlens.ndim != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64)
     ):
         raise ValueError(f"cu_seqlens must be int32 or int64 [X + 1], with B = 1: {_form(cu_seqlens)}, B = {B}")
     if T * B >= 2**31:
@@ -282,7 +282,9 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     dtotal = call.empty(q, N, H, K)
     dscores = call.empty(q, 2, H, M, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
     own_scores, q_dots, k_dots = (call.empty(q, H, M) for _ in range(3))
-    dv, dbeta = torch.empty_like(v), torch.empty_like(beta)
+    # Tokens that are in no document have no gradient.
+    new = torch.empty_like if cu_seqlens is None else torch.zeros_like
+    dv, dbeta = new(v), new(beta)
     value_gradients_kernel[(N * H,)](
         do, v, beta, work.inverse, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys, work.decay,
         do_scale, states, s_scale, dstates, ds_scale, values, c_scale, dvalues, dc_scale,
@@ -290,7 +292,7 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     )  # fmt: skip
     # Their memory serves the gradients.
     del states, dstates, values, dvalues
-    dq, dk, df = torch.empty_like(q), torch.empty_like(k), torch.empty_like(f)
+    dq, dk, df = new(q), new(k), new(f)
     BK = call.channels(KEY_CHANNELS)
     ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H, K // BK)
     key_gradients_kernel[(N * H * K // BK,)](
@@ -305,7 +307,7 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
 @_backward.register_fake
 def _(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial_state, lower_bound):
     dinitial = q.new_empty((0,) if initial_state is None else initial_state.shape, dtype=torch.float32)
-    return *(torch.empty_like(x) for x in (q, k, v, f, beta, A_log, dt_bias)), dinitial
+    return *(x.new_empty(x.shape) for x in (q, k, v, f, beta, A_log, dt_bias)), dinitial
 
 
 def _setup_context(ctx, inputs, output) -> None:

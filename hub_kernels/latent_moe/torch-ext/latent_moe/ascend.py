@@ -1,5 +1,7 @@
 """Ascend, where kernels are compiled by Triton-Ascend: whether this is one, and how many programs it runs at once."""
 
+from functools import cache
+
 import torch
 import triton
 
@@ -7,6 +9,7 @@ import triton
 ASCEND = torch._C._get_privateuse1_backend_name() == "npu"
 
 
+@cache
 def vector_cores(device: torch.device) -> int:
     """Programs that run at once: each has a core, and more of them wait for their turn."""
     # Triton's interpreter runs on CPU tensors: two programs show what sharing the blocks does.

@@ -1,5 +1,6 @@
 """Where kernels run, and in how many programs: CUDA devices, and Ascend by Triton-Ascend."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ def persistent_programs(device: torch.device, per_processor: int, rows: int) -> 
     return min(rows, programs)
 
 
+@cache
 def vector_cores(device: torch.device) -> int:
     """Programs that Ascend runs at once: each has a core, and more of them wait for their turn."""
     if device.type != "npu":
