@@ -3,11 +3,12 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from modeling_latentmoe.training.results import record, with_tables
-from scripts import bench
+from scripts import bench, bench_dispatch
 
 RECORDS = json.loads(bench.RESULTS.read_text())
 KERNELS = json.loads(bench.KERNELS_RESULTS.read_text())
@@ -101,3 +102,11 @@ def test_training_has_a_table() -> None:
     cells = ["GPU, EP2 x 2 devices", "896", "8192", "4,321", "99.5 GiB", "3.0 GiB", "60 s, 70 s", "12.500 to 12.250"]
     assert table[2] == f"| {' | '.join(cells)} |"
     assert {line.count("|") for line in table} == {9}
+
+
+def test_device_time_counts_what_overlaps_once() -> None:
+    """Of scripts/bench_dispatch.py: kernels side by side, one inside another, and a pause; microseconds in, ms out."""
+    spans = [(10.0, 20.0), (15.0, 40.0), (16.0, 18.0), (50.0, 60.0)]
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=start, end=end)) for start, end in reversed(spans)]
+    assert bench_dispatch.busy_ms(events) == pytest.approx(0.04)
+    assert bench_dispatch.busy_ms([]) == 0
