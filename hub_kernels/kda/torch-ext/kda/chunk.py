@@ -118,9 +118,7 @@ class _Chunks(NamedTuple):
     decay: torch.Tensor
     q_rstds: torch.Tensor
     k_rstds: torch.Tensor
-    w: torch.Tensor | None
-    u: torch.Tensor | None
-    u_scale: torch.Tensor
+    solve: torch.Tensor | None
     inverse: torch.Tensor | None
 
 
@@ -139,7 +137,6 @@ class _Call:
         self.narrow = self.bounded and lower_bound >= NARROWEST_BOUND
         # Exact products hold their operands in registers: small tiles.
         self.BV = 16 if self.exact else min(self.V, VALUES_AT_A_TIME)
-        self.NV = self.V // self.BV
 
     def empty(self, q, *shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -157,10 +154,10 @@ class _Call:
         )  # fmt: skip
         return sums, quarters
 
-    def prepare(self, q, k, v, f, beta, A_log, dt_bias, backward: bool) -> _Chunks:
-        M, N, H, K, V = self.M, self.N, self.H, self.K, self.V
+    def prepare(self, q, k, f, beta, A_log, dt_bias, backward: bool) -> _Chunks:
+        M, N, H, K = self.M, self.N, self.H, self.K
         sums, quarters = self.gate(f, A_log, dt_bias)
-        q_in, k_in, k_out, w = (self.empty(q, H, M, K, dtype=self.work) for _ in range(4))
+        q_in, k_in, k_out = (self.empty(q, H, M, K, dtype=self.work) for _ in range(3))
         attend, keys = (self.empty(q, H, M, BT.value, dtype=self.work) for _ in range(2))
         decay = self.empty(q, N, H, K)
         q_rstds, k_rstds = self.empty(q, H, M), self.empty(q, H, M)
@@ -168,18 +165,15 @@ class _Call:
             q, k, sums, quarters, self.chunks, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds,
             M, H, K, self.channels(SCORE_CHANNELS), NARROW=self.narrow, EXACT=self.exact, **SCORES,
         )  # fmt: skip
-        u, u_scale = self.empty(q, H, M, V, dtype=self.work), self.empty(q, N, H)
-        inverse = torch.empty_like(keys) if backward else None
+        solve, inverse = torch.empty_like(keys), torch.empty_like(keys) if backward else None
         solve_kernel[(N * H,)](
-            v, beta, self.chunks, k_in, keys, w, u, u_scale, inverse,
-            M, H, K, V, BACKWARD=backward, EXACT=self.exact, **SOLVE,
-        )  # fmt: skip
-        return _Chunks(sums, quarters, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, w, u, u_scale, inverse)
+            beta, self.chunks, keys, solve, inverse, M, H, BACKWARD=backward, EXACT=self.exact, **SOLVE
+        )
+        return _Chunks(sums, quarters, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, solve, inverse)
 
-    def run(self, work: _Chunks, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
-        forward_kernel[(self.X * self.H * self.NV,)](
-            work.q_in, work.k_out, work.w, work.u, work.u_scale,
-            work.attend, work.decay, self.documents,
+    def run(self, work: _Chunks, v, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
+        forward_kernel[(self.X * self.H * self.V // self.BV,)](
+            work.q_in, work.k_in, work.k_out, v, work.solve, work.attend, work.decay, self.documents,
             initial, final, o, states, states_scale, values, values_scale,
             self.M, self.H, self.K, self.V, self.BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
             BACKWARD=states is not None, EXACT=self.exact, **SERIAL,
@@ -206,8 +200,8 @@ def _forward(
         return o, _passed_on(final, initial_state)
     with torch.cuda.device_of(q):
         call = _Call(q, v, cu_seqlens, lower_bound)
-        work = call.prepare(q, k, v, f, beta, A_log, dt_bias, backward=False)
-        call.run(work, initial_state, final if output_final_state else None, o)
+        work = call.prepare(q, k, f, beta, A_log, dt_bias, backward=False)
+        call.run(work, v, initial_state, final if output_final_state else None, o)
     return o, final
 
 
@@ -266,29 +260,31 @@ def _backward(
 def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial_state, dinitial, lower_bound):
     call = _Call(q, v, cu_seqlens, lower_bound)
     M, N, H, K, V = call.M, call.N, call.H, call.K, call.V
-    work = call.prepare(q, k, v, f, beta, A_log, dt_bias, backward=True)
-    do_scale, s_scale, c_scale, ds_scale, dc_scale = (call.empty(q, N, H, call.NV) for _ in range(5))
+    work = call.prepare(q, k, f, beta, A_log, dt_bias, backward=True)
+    do_scale, s_scale, c_scale, ds_scale, dy_scale = (call.empty(q, N, H, V) for _ in range(5))
     states = call.empty(q, N, H, V, K, dtype=call.work)
     values = call.empty(q, H, M, V, dtype=call.work)
-    call.run(work, initial_state, None, None, states, s_scale, values, c_scale)
-    work = work._replace(u=None)
+    call.run(work, v, initial_state, None, None, states, s_scale, values, c_scale)
+    work = work._replace(solve=None)
     dstates, dvalues = torch.empty_like(states), torch.empty_like(values)
-    backward_kernel[(call.X * H * call.NV,)](
-        do, work.q_in, work.k_out, work.w, work.attend, work.decay, call.documents,
-        dfinal, dinitial, do_scale, dstates, ds_scale, dvalues, dc_scale, M, H, K, V, call.BV,
+    betas = beta.float().sigmoid().view(M, H).t().contiguous()
+    backward_kernel[(call.X * H * V // call.BV,)](
+        do, work.q_in, work.k_in, work.k_out, work.inverse, betas, work.attend, work.decay, call.documents,
+        dfinal, dinitial, do_scale, dstates, ds_scale, dvalues, dy_scale, M, H, K, V, call.BV,
         HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **SERIAL,
     )  # fmt: skip
-    work = work._replace(w=None)
+    work = work._replace(inverse=None)
     dtotal = call.empty(q, N, H, K)
     dscores = call.empty(q, 2, H, M, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
     own_scores, q_dots, k_dots = (call.empty(q, H, M) for _ in range(3))
+    ratios = call.empty(q, N, H, 4)
     # Tokens that are in no document have no gradient.
     new = torch.empty_like if cu_seqlens is None else torch.zeros_like
     dv, dbeta = new(v), new(beta)
     value_gradients_kernel[(N * H,)](
-        do, v, beta, work.inverse, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys, work.decay,
-        do_scale, states, s_scale, dstates, ds_scale, values, c_scale, dvalues, dc_scale,
-        dv, dbeta, dtotal, dscores, own_scores, q_dots, k_dots, M, H, K, V, call.NV, EXACT=call.exact, **VALUES,
+        do, v, beta, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys, work.decay,
+        do_scale, states, s_scale, dstates, ds_scale, values, c_scale, dvalues, dy_scale,
+        dv, dbeta, dtotal, dscores, own_scores, q_dots, k_dots, ratios, M, H, K, V, EXACT=call.exact, **VALUES,
     )  # fmt: skip
     # Their memory serves the gradients.
     del states, dstates, values, dvalues
@@ -297,9 +293,9 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H, K // BK)
     key_gradients_kernel[(N * H * K // BK,)](
         q, k, f, work.sums, work.quarters, A_log, dt_bias, work.q_in, work.k_in, work.k_out, dscores, beta,
-        call.chunks, do_scale, s_scale, ds_scale, c_scale, dc_scale, work.q_rstds, work.k_rstds,
+        call.chunks, ratios, work.q_rstds, work.k_rstds,
         own_scores, q_dots, k_dots, dtotal, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
-        M, H, K, BK, call.NV, BOUNDED=call.bounded, NARROW=call.narrow, EXACT=call.exact, **KEYS,
+        M, H, K, BK, BOUNDED=call.bounded, NARROW=call.narrow, EXACT=call.exact, **KEYS,
     )  # fmt: skip
     return dq, dk, dv, df, dbeta, dA_log.sum((0, 2)).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
 

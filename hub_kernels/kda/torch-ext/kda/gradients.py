@@ -4,10 +4,10 @@
 of the keys, through scores, decays and norms to q, k and the gate's inputs. Between the two go tensors in fp16 and bf16
 whose scales are products of those of the operands they come from: nothing has to be measured.
 
-With S the state at a chunk's start, c = u - w S its corrected values, dS and dc their gradients, y = beta (v - k
-exp(G) S) and T = (1 + a)^-1, so that c = T y:
+With S the state at a chunk's start, y = beta (v - k exp(G) S), c = T y the corrected values with T = (1 + a)^-1, and
+dS, dc and dy = T^T dc their gradients:
 
-    dy = T^T dc,   da = -dy c^T,   dv = beta dy,   d(k exp(G)) = -beta dy S^T,   d attend = do c^T,
+    da = -dy c^T,   dv = beta dy,   d(k exp(G)) = -beta dy S^T,   d attend = do c^T,
     d q_in = do S^T,   d k_out = c dS^T,   d(log decay of the chunk) = sum_v S dS exp(G_end)
 
 Legend: M tokens, N chunks of BT tokens in halves of BC, H heads, K key width, V value width, T tokens of a chunk.
@@ -47,10 +47,8 @@ from .tiles import (
     write_scalars,
 )
 
-# Operands are at most 16 and have 128 terms: products are at most 2^15. dy, of 64 terms, is at most 2^10, and its
-# products 2^21, which is brought into fp16. Gradients of scores meet factors of up to 2^115 and down to 2^-115: what is
-# usual in them is to be near 1, and what is possible with fast decays below 2^11.
-DY_SHIFT = tl.constexpr(2.0**-6)
+# Operands are at most 16 and have 128 terms: products are at most 2^15. Gradients of scores meet factors of up to 2^115
+# and down to 2^-115: what is usual in them is to be near 1, and what is possible with fast decays below 2^11.
 SCORE_SHIFT = tl.constexpr(2.0**-6)
 
 
@@ -71,26 +69,11 @@ def _replace(p, x_TD, i_t, i_h, length, M, D: tl.constexpr):
 
 
 @triton.jit
-def common_scale(p_scale, i_nh, NV: tl.constexpr):
-    """The largest of the scales that the NV programs of a chunk and head gave their values."""
-    return tl.max(tl.load(p_scale + i_nh * NV + tl.arange(0, NV)), 0)
-
-
-@triton.jit
-def score_scales(do_s, dc_s, c_s, s_s, ds_s):
-    """Scales of the gradients of both kinds of scores: of do or dc, and of c.
-
-    Products with the states and their gradients become multiples of these: they are kept from being far smaller.
-    """
-    return tl.maximum(tl.maximum(do_s, dc_s), ds_s * 2.0**-60), tl.maximum(c_s, s_s * 2.0**-60)
-
-
-@triton.jit
-def _ratios(p_scale, i_nh, V: tl.constexpr, NV: tl.constexpr, EXACT: tl.constexpr):
-    """The common scale, and [V] by how much each value's is smaller: a power of two."""
-    largest = common_scale(p_scale, i_nh, NV)
-    ratio = tl.load(p_scale + i_nh * NV + tl.arange(0, V) // (V // NV)) / largest
-    return largest, ratio.to(tl.float32 if EXACT else tl.float16)
+def _common_scale(p_scale, i_nh, V: tl.constexpr, EXACT: tl.constexpr):
+    """The largest of the values' scales, and [V] by how much each one's is smaller: a power of two."""
+    scales = tl.load(p_scale + i_nh * V + tl.arange(0, V))
+    largest = tl.max(scales, 0)
+    return largest, (scales / largest).to(tl.float32 if EXACT else tl.float16)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -98,7 +81,6 @@ def value_gradients_kernel(
     do,
     v,
     beta,
-    inverse,
     chunks,
     q_in,
     dk_in,
@@ -122,15 +104,16 @@ def value_gradients_kernel(
     own_scores,
     q_dots,
     k_dots,
+    ratios,
     M,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
-    NV: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """dv, dbeta, dtotal; the gradients of attend and of the keys' scores; those of q_in and k_out in their places, and
-    in dk_in that of -k_in before beta. The last five are not scaled back.
+    in dk_in that of -k_in before beta. The last five are not scaled back: ratios [N, H, 4] are the unit of the scores'
+    gradients and, in such units, those of dq_in, dk_in and dk_out.
 
     q_dots, k_dots: products of q and k, of unit length, with their gradients, which the norms' gradients need. They
     are known here, from every product that q or k enters: x . dx = sum y dy if all y are linear in x.
@@ -143,11 +126,20 @@ def value_gradients_kernel(
     i_nh = i_n.to(tl.int64) * H + i_h
     span = M.to(tl.int64) * H * BT
     o_vk = i_nh * (K * V) + o_v[:, None] * K + o_k[None, :]
-    do_s = common_scale(do_scale, i_nh, NV)
-    s_s, s_ratio = _ratios(states_scale, i_nh, V, NV, EXACT)
-    ds_s, ds_ratio = _ratios(dstates_scale, i_nh, V, NV, EXACT)
-    c_s, c_ratio = _ratios(values_scale, i_nh, V, NV, EXACT)
-    dc_s, dc_ratio = _ratios(dvalues_scale, i_nh, V, NV, EXACT)
+    do_s, _ = _common_scale(do_scale, i_nh, V, EXACT)
+    s_s, s_ratio = _common_scale(states_scale, i_nh, V, EXACT)
+    ds_s, ds_ratio = _common_scale(dstates_scale, i_nh, V, EXACT)
+    c_s, c_ratio = _common_scale(values_scale, i_nh, V, EXACT)
+    dy_s, dy_ratio = _common_scale(dvalues_scale, i_nh, V, EXACT)
+    # Scales of the gradients of both kinds of scores: of do or dy, and of c. Products with the states and their
+    # gradients become multiples of these: they are kept from being far smaller.
+    larger = tl.maximum(tl.maximum(do_s, dy_s), ds_s * 2.0**-60)
+    unit_s = tl.maximum(c_s, s_s * 2.0**-60)
+    p_ratios = ratios + 4 * i_nh
+    tl.store(p_ratios, larger * unit_s * (1.0 / SCORE_SHIFT))
+    tl.store(p_ratios + 1, (do_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
+    tl.store(p_ratios + 2, (dy_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
+    tl.store(p_ratios + 3, c_s / unit_s * (ds_s / larger) * SCORE_SHIFT)
 
     b_s = tl.load(states + o_vk) * s_ratio[:, None]
     b_ds = tl.load(dstates + o_vk) * ds_ratio[:, None]
@@ -167,31 +159,28 @@ def value_gradients_kernel(
     # A token's score with itself does not decay: kept apart, it need not cancel in the decay's gradient.
     same = o_t[:, None] == o_t[None, :]
     write_scalars(own_scores, tl.sum(tl.where(same, b_da, 0.0), 1) * (do_s * c_s), i_t, i_h, length, M, BT)
-    larger, unit_s = score_scales(do_s, dc_s, c_s, s_s, ds_s)
     b_dqk = tl.where(same, 0.0, b_da) * (SCORE_SHIFT * (do_s / larger) * (c_s / unit_s))
     write_rows(dscores, in_bf16(b_dqk, EXACT), i_t, i_h, length, M, BT, 0, BT, BT)
     b_da *= read_rows(attend, i_t, i_h, length, M, BT, 0, BT, BT)
     write_scalars(q_dots, q_dot + tl.sum(b_da, 1) * (do_s * c_s), i_t, i_h, length, M, BT)
     k_dot += tl.sum(b_da, 0) * (do_s * c_s)
 
-    b_dc = read_tile(dvalues, i_t, i_h, length, M, V, 0, BT, V) * dc_ratio[None, :]
-    b_inverse = read_tile(inverse, i_t, i_h, length, M, BT, 0, BT, BT)
-    b_dy = product(tl.trans(b_inverse), b_dc, EXACT)
+    b_dy = read_tile(dvalues, i_t, i_h, length, M, V, 0, BT, V) * dy_ratio[None, :]
+    wide_dy = b_dy.to(tl.float32)
     b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H, BT))
-    store_rows(dv, b_dy * (b_beta * dc_s)[:, None], i_t, i_h, length, H, V, 0, BT, V)
+    store_rows(dv, wide_dy * (b_beta * dy_s)[:, None], i_t, i_h, length, H, V, 0, BT, V)
     # From (1 + a) c = beta (v - k exp(G) S): beta times its gradient, of which nothing cancels.
-    dbeta_own = tl.sum(b_dy * b_c.to(tl.float32), 1) * (dc_s * c_s)
+    dbeta_own = tl.sum(wide_dy * b_c.to(tl.float32), 1) * (dy_s * c_s)
     store_scalars(dbeta, dbeta_own * (1.0 - b_beta), i_t, i_h, length, H, BT)
     b_v = load_rows(v, i_t, i_h, length, H, V, 0, BT, V)
-    k_dot += dbeta_own - b_beta * dc_s * tl.sum(b_dy * b_v, 1)
+    k_dot += dbeta_own - b_beta * dy_s * tl.sum(wide_dy * b_v, 1)
 
-    b_dy = b_dy.to(b_c.dtype)
-    write_rows(dk_in, product(b_dy, b_s, EXACT) * DY_SHIFT, i_t, i_h, length, M, K, 0, BT, K)
+    write_rows(dk_in, product(b_dy, b_s, EXACT), i_t, i_h, length, M, K, 0, BT, K)
     b_da = tl.where(o_t[:, None] > o_t[None, :], product(b_dy, tl.trans(b_c), EXACT), 0.0)
-    b_dkk = in_bf16(b_da * (-SCORE_SHIFT * (dc_s / larger) * (c_s / unit_s)), EXACT)
+    b_dkk = in_bf16(b_da * (-SCORE_SHIFT * (dy_s / larger) * (c_s / unit_s)), EXACT)
     write_rows(dscores + span, b_dkk, i_t, i_h, length, M, BT, 0, BT, BT)
     b_da *= read_rows(keys, i_t, i_h, length, M, BT, 0, BT, BT)
-    k_dot -= tl.sum(b_da * b_beta[:, None], 0) * (dc_s * c_s)
+    k_dot -= tl.sum(b_da * b_beta[:, None], 0) * (dy_s * c_s)
     write_scalars(k_dots, k_dot, i_t, i_h, length, M, BT)
 
 
@@ -234,11 +223,7 @@ def key_gradients_kernel(
     dscores,
     beta,
     chunks,
-    do_scale,
-    states_scale,
-    dstates_scale,
-    values_scale,
-    dvalues_scale,
+    ratios,
     q_rstds,
     k_rstds,
     own_scores,
@@ -255,7 +240,6 @@ def key_gradients_kernel(
     H,
     K: tl.constexpr,
     BK: tl.constexpr,
-    NV: tl.constexpr,
     BOUNDED: tl.constexpr,
     NARROW: tl.constexpr,
     EXACT: tl.constexpr,
@@ -277,16 +261,9 @@ def key_gradients_kernel(
         tl.store(dA_log + tl.program_id(0), 0.0)
         return
     dkeys = dscores + M.to(tl.int64) * H * BT
-    do_s, s_s = common_scale(do_scale, i_nh, NV), common_scale(states_scale, i_nh, NV)
-    ds_s = common_scale(dstates_scale, i_nh, NV)
-    larger, c_s = score_scales(
-        do_s, common_scale(dvalues_scale, i_nh, NV), common_scale(values_scale, i_nh, NV), s_s, ds_s
-    )
     # Gradients are multiples of that of the scores.
-    unit = larger * c_s * (1.0 / SCORE_SHIFT)
-    q_ratio = (do_s / larger) * (s_s / c_s) * SCORE_SHIFT
-    in_ratio = (common_scale(dvalues_scale, i_nh, NV) / larger) * (s_s / c_s) * (SCORE_SHIFT / DY_SHIFT)
-    out_ratio = common_scale(values_scale, i_nh, NV) / c_s * (ds_s / larger) * SCORE_SHIFT
+    unit, q_ratio = tl.load(ratios + 4 * i_nh), tl.load(ratios + 4 * i_nh + 1)
+    in_ratio, out_ratio = tl.load(ratios + 4 * i_nh + 2), tl.load(ratios + 4 * i_nh + 3)
     SCALE: tl.constexpr = K**-0.5
     first1, second1, total1 = half_decays(quarters, i_nh, 0, K, i_k, BK, NARROW)
     first2, second2, total2 = half_decays(quarters, i_nh, 1, K, i_k, BK, NARROW)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .gate import L2_EPS
-from .scores import LIFT, exp2, factors, inside_scores, magnitude, scaled, small, small_dot, unit_lower_inverse
+from .scores import LIFT, exp2, factors, inside_scores, small, small_dot, unit_lower_inverse
 from .tiles import (
     BC,
     BQ,
@@ -29,7 +29,6 @@ from .tiles import (
     load_scalars,
     read_block,
     read_rows,
-    read_tile,
     write_block,
     write_rows,
     write_scalars,
@@ -141,24 +140,8 @@ def scores_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def solve_kernel(
-    v,
-    beta,
-    chunks,
-    k_in,
-    keys,
-    w,
-    u,
-    u_scale,
-    inverse,
-    M,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """w, LIFT times, u with a scale per chunk, and with BACKWARD the inverse."""
+def solve_kernel(beta, chunks, keys, solve, inverse, M, H, BACKWARD: tl.constexpr, EXACT: tl.constexpr):
+    """solve: the inverse T times beta, which it applies to its columns; with BACKWARD also the inverse itself."""
     i_n, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_t, length = chunk_of(chunks, i_n)
     if length == 0:
@@ -173,27 +156,12 @@ def solve_kernel(
     zeros = tl.zeros([BC, BC], tl.float32)
     x = small_dot(small(t_22, EXACT), small(a_21, EXACT), zeros, EXACT)
     t_21 = -small_dot(small(x, EXACT), small(t_11, EXACT), zeros, EXACT)
+    write_block(solve, t_11 * beta1[None, :], i_t, i_h, length, M, 0, 0)
+    write_block(solve, zeros, i_t, i_h, length, M, 0, 1)
+    write_block(solve, t_21 * beta1[None, :], i_t, i_h, length, M, 1, 0)
+    write_block(solve, t_22 * beta2[None, :], i_t, i_h, length, M, 1, 1)
     if BACKWARD:
         write_block(inverse, t_11, i_t, i_h, length, M, 0, 0)
         write_block(inverse, zeros, i_t, i_h, length, M, 0, 1)
         write_block(inverse, t_21, i_t, i_h, length, M, 1, 0)
         write_block(inverse, t_22, i_t, i_h, length, M, 1, 1)
-    # Beta multiplies the columns of the inverse instead of the rows of k and v.
-    t_11, t_21 = small(t_11 * beta1[None, :], EXACT), small(t_21 * beta1[None, :], EXACT)
-    t_22 = small(t_22 * beta2[None, :], EXACT)
-    b_k1 = read_tile(k_in, i_t, i_h, length, M, K, 0, BC, K)
-    zeros = tl.zeros([BC, K], tl.float32)
-    write_rows(w, small_dot(t_11, b_k1, zeros, EXACT), i_t, i_h, length, M, K, 0, BC, K)
-    b_w2 = small_dot(t_21, b_k1, zeros, EXACT)
-    b_w2 = small_dot(t_22, read_tile(k_in, i_t2, i_h, left, M, K, 0, BC, K), b_w2, EXACT)
-    write_rows(w, b_w2, i_t2, i_h, left, M, K, 0, BC, K)
-    b_v1, b_v2 = load_rows(v, i_t, i_h, length, H, V, 0, BC, V), load_rows(v, i_t2, i_h, left, H, V, 0, BC, V)
-    largest = tl.maximum(magnitude(b_v1), magnitude(b_v2))
-    x_1, scale = scaled(b_v1, largest, EXACT)
-    x_2, scale = scaled(b_v2, largest, EXACT)
-    tl.store(u_scale + i_n.to(tl.int64) * H + i_h, scale)
-    # No element of the inverse exceeds 1: see recurrence.py on what is scaled.
-    zeros = tl.zeros([BC, V], tl.float32)
-    write_rows(u, small_dot(t_11, x_1, zeros, EXACT), i_t, i_h, length, M, V, 0, BC, V)
-    b_u2 = small_dot(t_22, x_2, small_dot(t_21, x_1, zeros, EXACT), EXACT)
-    write_rows(u, b_u2, i_t2, i_h, left, M, V, 0, BC, V)

@@ -1,7 +1,8 @@
 """The serial part: the state runs through the chunks of a document, in one program per document, head and values.
 
-The state is held transposed, [BV, K]: its rows never mix. Products are taken in fp16 of tiles divided by their largest
-magnitude and scaled back, and so keep 11 bits for inputs of any range: see `scaled`.
+The state is held transposed, [BV, K]: its rows never mix. Products are taken in fp16 of rows divided by their largest
+magnitude and scaled back, and so keep 11 bits for inputs of any range: see `scaled`. `hopper_recurrence.py` has the
+same for Hopper.
 
 Legend: M tokens, N chunks of BT tokens, X documents, H heads, K key width, V value width, BV values of a program.
 """
@@ -9,17 +10,17 @@ Legend: M tokens, N chunks of BT tokens, X documents, H heads, K key width, V va
 import triton
 import triton.language as tl
 
-from .scores import LIFT, magnitude, product, scaled
+from .scores import LARGEST, LARGEST_SOLVED, LIFT, operand, product, scaled
 from .tiles import BT, read_tile
 
 
 @triton.jit(do_not_specialize=["M"])
 def forward_kernel(
     q_in,
+    k_in,
     k_out,
-    w,
-    u,
-    u_scale,
+    v,
+    solve,
     attend,
     decay,
     documents,
@@ -51,7 +52,7 @@ def forward_kernel(
     o_t, o_k = tl.arange(0, BT), tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
     o_state = (i_x.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
-    # Places of [BV, BT] in outputs and their gradients, and in what the kernels hand each other: see tiles.py.
+    # Places of [BV, BT] in inputs and outputs, and in what the kernels hand each other: see tiles.py.
     o_vt = o_t[None, :] * (H * V) + o_v[:, None]
     o_work = o_t[None, :] * V + o_v[:, None]
 
@@ -63,25 +64,28 @@ def forward_kernel(
         m_t = o_t < length
         i_mh, i_hm = i_t * H + i_h, tl.cast(i_h, tl.int64) * M + i_t
         i_nh = i_n * H + i_h
-        b_w = read_tile(w, i_t, i_h, length, M, K, 0, BT, K)
-        b_k = read_tile(k_out, i_t, i_h, length, M, K, 0, BT, K)
-        b_u = tl.load(u + i_hm * V + o_work, mask=m_t[None, :], other=0.0).to(tl.float32) * tl.load(u_scale + i_nh)
+        b_v = tl.load(v + i_mh * V + o_vt, mask=m_t[None, :], other=0.0).to(tl.float32)
+        b_k = read_tile(k_in, i_t, i_h, length, M, K, 0, BT, K)
+        b_solve = read_tile(solve, i_t, i_h, length, M, BT, 0, BT, BT)
+        b_write = read_tile(k_out, i_t, i_h, length, M, K, 0, BT, K)
         b_decay = tl.load(decay + i_nh * K + o_k)
-        s_operand, s_scale = scaled(b_s, magnitude(b_s), EXACT)
-        b_u -= product(s_operand, tl.trans(b_w), EXACT) * (s_scale / LIFT)
-        u_operand, v_scale = scaled(b_u, magnitude(b_u), EXACT)
+        s_operand, s_scale = scaled(b_s, LARGEST, EXACT)
+        # What the values are to be less what their keys read of the state; then less what they read of each other.
+        b_z = b_v - product(s_operand, tl.trans(b_k), EXACT) * (s_scale / LIFT)[:, None]
+        z_operand, scale = scaled(b_z, LARGEST_SOLVED, EXACT)
+        b_c = operand(product(z_operand, tl.trans(b_solve), EXACT), EXACT)
         if BACKWARD:
             tl.store(states + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], s_operand)
-            tl.store(states_scale + i_nh * (V // BV) + i_v, s_scale)
-            tl.store(values + i_hm * V + o_work, u_operand, mask=m_t[None, :])
-            tl.store(values_scale + i_nh * (V // BV) + i_v, v_scale)
+            tl.store(states_scale + i_nh * V + o_v, s_scale)
+            tl.store(values + i_hm * V + o_work, b_c, mask=m_t[None, :])
+            tl.store(values_scale + i_nh * V + o_v, scale)
         else:
             b_q = read_tile(q_in, i_t, i_h, length, M, K, 0, BT, K)
             b_a = read_tile(attend, i_t, i_h, length, M, BT, 0, BT, BT)
-            b_o = product(s_operand, tl.trans(b_q), EXACT) * (s_scale / LIFT)
-            b_o += product(u_operand, tl.trans(b_a), EXACT) * v_scale
+            b_o = product(s_operand, tl.trans(b_q), EXACT) * (s_scale / LIFT)[:, None]
+            b_o += product(b_c, tl.trans(b_a), EXACT) * scale[:, None]
             tl.store(o + i_mh * V + o_vt, b_o.to(o.dtype.element_ty), mask=m_t[None, :])
-        b_s = b_s * b_decay[None, :] + product(u_operand, b_k, EXACT) * (v_scale / LIFT)
+        b_s = b_s * b_decay[None, :] + product(b_c, b_write, EXACT) * (scale / LIFT)[:, None]
         i_n += 1
         i_t += BT
         length -= BT
@@ -93,8 +97,10 @@ def forward_kernel(
 def backward_kernel(
     do,
     q_in,
+    k_in,
     k_out,
-    w,
+    inverse,
+    beta,
     attend,
     decay,
     documents,
@@ -114,7 +120,8 @@ def backward_kernel(
     HAS_FINAL: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Gradients of the state at each chunk's end, of its values, and of the initial states; chunks in reverse."""
+    """Gradients of the state at each chunk's end, of the values before the solve (dvalues; before beta), and of the
+    initial states; chunks in reverse."""
     i_v = tl.program_id(0) % (V // BV)
     i_h = tl.program_id(0) // (V // BV) % H
     i_x = tl.program_id(0) // (V // BV) // H
@@ -125,7 +132,7 @@ def backward_kernel(
     o_t, o_k = tl.arange(0, BT), tl.arange(0, K)
     o_v = i_v * BV + tl.arange(0, BV)
     o_state = (i_x.to(tl.int64) * H + i_h) * K * V + o_k[None, :] * V + o_v[:, None]
-    # Places of [BV, BT] in outputs and their gradients, and in what the kernels hand each other: see tiles.py.
+    # Places of [BV, BT] in inputs and outputs, and in what the kernels hand each other: see tiles.py.
     o_vt = o_t[None, :] * (H * V) + o_v[:, None]
     o_work = o_t[None, :] * V + o_v[:, None]
 
@@ -139,22 +146,25 @@ def backward_kernel(
         i_nh = i_n * H + i_h
         b_do = tl.load(do + i_mh * V + o_vt, mask=m_t[None, :], other=0.0).to(tl.float32)
         b_a = read_tile(attend, i_t, i_h, length, M, BT, 0, BT, BT)
-        b_k = read_tile(k_out, i_t, i_h, length, M, K, 0, BT, K)
+        b_write = read_tile(k_out, i_t, i_h, length, M, K, 0, BT, K)
+        b_inverse = read_tile(inverse, i_t, i_h, length, M, BT, 0, BT, BT)
         b_q = read_tile(q_in, i_t, i_h, length, M, K, 0, BT, K)
-        b_w = read_tile(w, i_t, i_h, length, M, K, 0, BT, K)
+        b_k = read_tile(k_in, i_t, i_h, length, M, K, 0, BT, K)
+        b_beta = tl.load(beta + i_hm + o_t, mask=m_t, other=0.0)
         b_decay = tl.load(decay + i_nh * K + o_k)
-        do_operand, scale = scaled(b_do, magnitude(b_do), EXACT)
-        tl.store(do_scale + i_nh * (V // BV) + i_v, scale)
-        ds_operand, ds_scale = scaled(b_ds, magnitude(b_ds), EXACT)
-        b_dv = product(do_operand, b_a, EXACT) * scale
-        b_dv += product(ds_operand, tl.trans(b_k), EXACT) * (ds_scale / LIFT)
-        dv_operand, dv_scale = scaled(b_dv, magnitude(b_dv), EXACT)
+        do_operand, scale = scaled(b_do, LARGEST, EXACT)
+        tl.store(do_scale + i_nh * V + o_v, scale)
+        ds_operand, ds_scale = scaled(b_ds, LARGEST, EXACT)
         tl.store(dstates + i_nh * (K * V) + o_v[:, None] * K + o_k[None, :], ds_operand)
-        tl.store(dstates_scale + i_nh * (V // BV) + i_v, ds_scale)
-        tl.store(dvalues + i_hm * V + o_work, dv_operand, mask=m_t[None, :])
-        tl.store(dvalues_scale + i_nh * (V // BV) + i_v, dv_scale)
-        b_ds = b_ds * b_decay[None, :] + product(do_operand, b_q, EXACT) * (scale / LIFT)
-        b_ds -= product(dv_operand, b_w, EXACT) * (dv_scale / LIFT)
+        tl.store(dstates_scale + i_nh * V + o_v, ds_scale)
+        b_dc = product(do_operand, b_a, EXACT) * scale[:, None]
+        b_dc += product(ds_operand, tl.trans(b_write), EXACT) * (ds_scale / LIFT)[:, None]
+        b_ds = b_ds * b_decay[None, :] + product(do_operand, b_q, EXACT) * (scale / LIFT)[:, None]
+        dc_operand, scale = scaled(b_dc, LARGEST_SOLVED, EXACT)
+        b_dz = product(dc_operand, b_inverse, EXACT)
+        tl.store(dvalues + i_hm * V + o_work, operand(b_dz, EXACT), mask=m_t[None, :])
+        tl.store(dvalues_scale + i_nh * V + o_v, scale)
+        b_ds -= product(operand(b_dz * b_beta[None, :], EXACT), b_k, EXACT) * (scale / LIFT)[:, None]
         i_n -= 1
         i_t -= BT
         length += BT

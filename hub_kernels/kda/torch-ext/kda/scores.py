@@ -301,34 +301,42 @@ def unit_lower_inverse(a_CC, EXACT: tl.constexpr):
 # The largest magnitude of an operand. Products of two over 128 terms stay within fp16, and an operand's elements keep
 # all of fp16's bits down to 2^-18 of the largest.
 LARGEST = tl.constexpr(16.0)
-# Of q_in, k_in, k_out and w, whose rows have at most unit length: fast decays leave little of them, and fp16 loses
+# The largest of what meets the inverse, none of whose elements exceeds 1: products over 64 tokens are operands again.
+LARGEST_SOLVED = tl.constexpr(0.25)
+# Of q_in, k_in and k_out, whose rows have at most unit length: fast decays leave little of them, and fp16 loses
 # digits below 2^-14.
 LIFT = tl.constexpr(4096.0)
 
 
 @triton.jit
-def scaled(x, largest, EXACT: tl.constexpr):
-    """x / scale as a matrix operand, and scale, given the largest magnitude in x: fp16 for inputs of any range.
+def scale_of(largest, most, EXACT: tl.constexpr):
+    """A scale that brings the magnitude `largest` to at most `most`: fp16 for inputs of any range.
 
-    The scale is a power of two: it adds no rounding, and operands can change from one to another.
+    It is a power of two: it adds no rounding, and operands can change from one to another.
     """
     if EXACT:
-        return x, 1.0
+        return tl.full(largest.shape, 1.0, tl.float32)
     else:
         # At most 2^127, which is the next power of two for all but the largest numbers.
         above = tl.minimum((largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x800000, 0x7F000000)
-        scale = tl.maximum(above.to(tl.float32, bitcast=True), 2.0**-90) * (1.0 / LARGEST)
-        return (x * (1.0 / scale)).to(tl.float16), scale
+        return tl.maximum(above.to(tl.float32, bitcast=True), 2.0**-90) * (1.0 / most)
 
 
 @triton.jit
-def magnitude(x):
-    return tl.max(tl.max(tl.abs(x), 1), 0)
+def scaled(x_VD, most, EXACT: tl.constexpr):
+    """(x / scale as a matrix operand, scale [V]): each value has its own, as its row meets no other."""
+    scale = scale_of(tl.max(tl.abs(x_VD), 1), most, EXACT)
+    return operand(x_VD * (1.0 / scale)[:, None], EXACT), scale
+
+
+@triton.jit
+def operand(x, EXACT: tl.constexpr):
+    return x if EXACT else x.to(tl.float16)
 
 
 @triton.jit
 def product(a, b, EXACT: tl.constexpr):
-    """Product of operands as `scaled` makes them."""
+    """Product of operands as `operand` makes them."""
     if EXACT:
         return tl.dot(a, b, input_precision="ieee")
     else:
