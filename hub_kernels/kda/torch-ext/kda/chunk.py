@@ -17,6 +17,11 @@ from .prepare import scores_kernel, solve_kernel
 from .recurrence import backward_kernel, forward_kernel
 from .tiles import BQ, BT
 
+try:
+    from . import hopper_recurrence
+except ImportError:  # Triton without Gluon.
+    hopper_recurrence = None
+
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Launch settings, and channels of a step or program of the kernels that take them in parts.
@@ -135,6 +140,7 @@ class _Call:
         self.work = torch.float32 if self.exact else torch.float16
         self.bounded, self.lower_bound = lower_bound is not None, lower_bound or 0.0
         self.narrow = self.bounded and lower_bound >= NARROWEST_BOUND
+        self.hopper = hopper_recurrence is not None and hopper_recurrence.supported(q, v, self.N)
         # Exact products hold their operands in registers: small tiles.
         self.BV = 16 if self.exact else min(self.V, VALUES_AT_A_TIME)
 
@@ -172,11 +178,42 @@ class _Call:
         return _Chunks(sums, quarters, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, solve, inverse)
 
     def run(self, work: _Chunks, v, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
+        if self.hopper:
+            rows, K, V, H = hopper_recurrence.rows, self.K, self.V, self.H
+            backward = states is not None
+            hopper_recurrence.forward_kernel[(self.X * H,)](
+                rows(v, H * V), rows(work.k_in, K), rows(work.solve, BT.value), rows(work.k_out, K),
+                None if backward else rows(work.q_in, K), None if backward else rows(work.attend, BT.value),
+                work.decay, self.documents, initial, final, o,
+                rows(states, K, V) if backward else None, states_scale, values, values_scale,
+                self.M, H, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, BACKWARD=backward,
+                num_warps=hopper_recurrence.WARPS.value,
+            )  # fmt: skip
+            return
         forward_kernel[(self.X * self.H * self.V // self.BV,)](
             work.q_in, work.k_in, work.k_out, v, work.solve, work.attend, work.decay, self.documents,
             initial, final, o, states, states_scale, values, values_scale,
             self.M, self.H, self.K, self.V, self.BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
             BACKWARD=states is not None, EXACT=self.exact, **SERIAL,
+        )  # fmt: skip
+
+    def run_back(
+        self, work: _Chunks, do, beta, dfinal, dinitial, do_scale, dstates, dstates_scale, dvalues, dvalues_scale
+    ):
+        has = {"HAS_INITIAL": dinitial is not None, "HAS_FINAL": dfinal is not None}
+        if self.hopper:
+            rows, K, V, H = hopper_recurrence.rows, self.K, self.V, self.H
+            hopper_recurrence.backward_kernel[(self.X * H,)](
+                rows(do, H * V), rows(work.attend, BT.value), rows(work.k_out, K), rows(work.q_in, K),
+                rows(work.inverse, BT.value), rows(work.k_in, K), beta, work.decay, self.documents, dfinal, dinitial,
+                do_scale, rows(dstates, K, V), dstates_scale, dvalues, dvalues_scale, self.M, H, **has,
+                num_warps=hopper_recurrence.WARPS.value,
+            )  # fmt: skip
+            return
+        backward_kernel[(self.X * self.H * self.V // self.BV,)](
+            do, work.q_in, work.k_in, work.k_out, work.inverse, beta, work.attend, work.decay, self.documents,
+            dfinal, dinitial, do_scale, dstates, dstates_scale, dvalues, dvalues_scale,
+            self.M, self.H, self.K, self.V, self.BV, **has, EXACT=self.exact, **SERIAL,
         )  # fmt: skip
 
 
@@ -268,11 +305,18 @@ def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial
     work = work._replace(solve=None)
     dstates, dvalues = torch.empty_like(states), torch.empty_like(values)
     betas = beta.float().sigmoid().view(M, H).t().contiguous()
-    backward_kernel[(call.X * H * V // call.BV,)](
-        do, work.q_in, work.k_in, work.k_out, work.inverse, betas, work.attend, work.decay, call.documents,
-        dfinal, dinitial, do_scale, dstates, ds_scale, dvalues, dy_scale, M, H, K, V, call.BV,
-        HAS_INITIAL=initial_state is not None, HAS_FINAL=dfinal is not None, EXACT=call.exact, **SERIAL,
-    )  # fmt: skip
+    call.run_back(
+        work,
+        do,
+        betas,
+        dfinal,
+        dinitial if initial_state is not None else None,
+        do_scale,
+        dstates,
+        ds_scale,
+        dvalues,
+        dy_scale,
+    )
     work = work._replace(inverse=None)
     dtotal = call.empty(q, N, H, K)
     dscores = call.empty(q, 2, H, M, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
