@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from kda import chunk as kda_chunk
 from kda import chunk_kda, chunk_kda_reference
+from kda.passes import Passes
 from kda.reference import _l2_normalised, _log_decay, _wide
 
 STREAMS = ("q", "k", "v", "f", "beta")
@@ -166,8 +167,10 @@ def test_sums_of_log_decays(within, device, lower_bound):
     """From the middle of every 32 tokens, and of every 16; each is rounded once, whatever the number of its terms."""
     T, H, K = 75, 2, 16
     given = inputs(T, H, K, K, torch.float32, device)
-    call = kda_chunk._Call(given["q"], given["v"], None, lower_bound)
-    sums, quarters = call.gate(given["f"], given["A_log"], given["dt_bias"])
+    passes = Passes(given["q"], given["v"], None, lower_bound)
+    work = passes.new_chunks()
+    sums, quarters = work.sums, work.quarters
+    passes.gate(given["f"], given["A_log"], given["dt_bias"], sums, quarters)
     g = _log_decay(*(given[name].double() for name in ("f", "A_log", "dt_bias")), lower_bound)[0] / math.log(2)
     of_halves = F.pad(g, (0, 0, 0, 0, 0, -T % 64)).unflatten(0, (-1, 32))
     running = of_halves.cumsum(1)

@@ -4,39 +4,18 @@ Legend: B batch, T tokens, M = B * T tokens of all documents in order, X documen
         V value width.
 """
 
-import logging
-from typing import NamedTuple
-
 import torch
 
 from ._ops import op
-from .documents import chunk_tables
-from .gate import gate_kernel
-from .gradients import key_gradients_kernel, value_gradients_kernel
-from .prepare import scores_kernel, solve_kernel
-from .recurrence import backward_kernel, forward_kernel
-from .tiles import BQ, BT
+from .passes import WIDTHS, Passes
+from .tiles import BT
 
 try:
-    from . import hopper_recurrence
+    from .hopper import HopperPasses
 except ImportError:  # Triton without Gluon.
-    hopper_recurrence = None
+    HopperPasses = None
 
-WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Launch settings, and channels of a step or program of the kernels that take them in parts.
-GATE = {"num_warps": 1}
-SCORES, SCORE_CHANNELS = {"num_warps": 4, "num_stages": 1}, 64
-SOLVE = {"num_warps": 2}
-SERIAL, VALUES_AT_A_TIME = {"num_warps": 8, "num_stages": 1}, 128
-VALUES = {"num_warps": 4}
-KEYS, KEY_CHANNELS = {"num_warps": 2, "num_stages": 1}, 32
-logging.getLogger(__name__).info(
-    "launch settings, fixed on all devices: gate %s, scores %s, solve %s, serial %s, values %s, keys %s",
-    GATE, SCORES, SOLVE, SERIAL, VALUES, KEYS,
-)  # fmt: skip
-# With decays of at most exp(-5) per token one reference serves 32 tokens: see scores.py.
-NARROWEST_BOUND = -5.0
 
 
 def chunk_kda(
@@ -110,113 +89,6 @@ def _form(x: torch.Tensor) -> str:
     return f"got {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-class _Chunks(NamedTuple):
-    """What the first pass leaves for the others."""
-
-    sums: torch.Tensor
-    quarters: torch.Tensor
-    q_in: torch.Tensor
-    k_in: torch.Tensor
-    k_out: torch.Tensor
-    attend: torch.Tensor
-    keys: torch.Tensor
-    decay: torch.Tensor
-    q_rstds: torch.Tensor
-    k_rstds: torch.Tensor
-    solve: torch.Tensor | None
-    inverse: torch.Tensor | None
-
-
-class _Call:
-    """Sizes and launch settings shared by the passes of one call."""
-
-    def __init__(self, q, v, cu_seqlens, lower_bound):
-        self.B, self.T, self.H, self.K = q.shape
-        self.V = v.shape[-1]
-        self.M = self.B * self.T
-        self.documents, self.chunks = chunk_tables(self.B, self.T, cu_seqlens, q.device)
-        self.X, self.N = self.documents.shape[0], self.chunks.shape[0]
-        self.exact = q.dtype == torch.float32
-        self.work = torch.float32 if self.exact else torch.float16
-        self.bounded, self.lower_bound = lower_bound is not None, lower_bound or 0.0
-        self.narrow = self.bounded and lower_bound >= NARROWEST_BOUND
-        self.hopper = hopper_recurrence is not None and hopper_recurrence.supported(q, v, self.N)
-        # Exact products hold their operands in registers: small tiles.
-        self.BV = 16 if self.exact else min(self.V, VALUES_AT_A_TIME)
-
-    def empty(self, q, *shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    def channels(self, most: int) -> int:
-        """Of a step or program; exact products and decays without one reference take more registers."""
-        return min(self.K, most if self.narrow and not self.exact else 16)
-
-    def gate(self, f, A_log, dt_bias):
-        sums = self.empty(f, self.H, self.M, self.K)
-        quarters = self.empty(f, self.N, self.H, BT.value // BQ.value, self.K)
-        gate_kernel[(self.N * self.H,)](
-            f, A_log, dt_bias, self.chunks, sums, quarters, self.lower_bound,
-            self.M, self.H, self.K, BOUNDED=self.bounded, NARROW=self.narrow, **GATE,
-        )  # fmt: skip
-        return sums, quarters
-
-    def prepare(self, q, k, f, beta, A_log, dt_bias, backward: bool) -> _Chunks:
-        M, N, H, K = self.M, self.N, self.H, self.K
-        sums, quarters = self.gate(f, A_log, dt_bias)
-        q_in, k_in, k_out = (self.empty(q, H, M, K, dtype=self.work) for _ in range(3))
-        attend, keys = (self.empty(q, H, M, BT.value, dtype=self.work) for _ in range(2))
-        decay = self.empty(q, N, H, K)
-        q_rstds, k_rstds = self.empty(q, H, M), self.empty(q, H, M)
-        scores_kernel[(N * H,)](
-            q, k, sums, quarters, self.chunks, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds,
-            M, H, K, self.channels(SCORE_CHANNELS), NARROW=self.narrow, EXACT=self.exact, **SCORES,
-        )  # fmt: skip
-        solve, inverse = torch.empty_like(keys), torch.empty_like(keys) if backward else None
-        solve_kernel[(N * H,)](
-            beta, self.chunks, keys, solve, inverse, M, H, BACKWARD=backward, EXACT=self.exact, **SOLVE
-        )
-        return _Chunks(sums, quarters, q_in, k_in, k_out, attend, keys, decay, q_rstds, k_rstds, solve, inverse)
-
-    def run(self, work: _Chunks, v, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
-        if self.hopper:
-            rows, K, V, H = hopper_recurrence.rows, self.K, self.V, self.H
-            backward = states is not None
-            hopper_recurrence.forward_kernel[(self.X * H,)](
-                rows(v, H * V), rows(work.k_in, K), rows(work.solve, BT.value), rows(work.k_out, K),
-                None if backward else rows(work.q_in, K), None if backward else rows(work.attend, BT.value),
-                work.decay, self.documents, initial, final, o,
-                rows(states, K, V) if backward else None, states_scale, values, values_scale,
-                self.M, H, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, BACKWARD=backward,
-                num_warps=hopper_recurrence.WARPS.value,
-            )  # fmt: skip
-            return
-        forward_kernel[(self.X * self.H * self.V // self.BV,)](
-            work.q_in, work.k_in, work.k_out, v, work.solve, work.attend, work.decay, self.documents,
-            initial, final, o, states, states_scale, values, values_scale,
-            self.M, self.H, self.K, self.V, self.BV, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
-            BACKWARD=states is not None, EXACT=self.exact, **SERIAL,
-        )  # fmt: skip
-
-    def run_back(
-        self, work: _Chunks, do, beta, dfinal, dinitial, do_scale, dstates, dstates_scale, dvalues, dvalues_scale
-    ):
-        has = {"HAS_INITIAL": dinitial is not None, "HAS_FINAL": dfinal is not None}
-        if self.hopper:
-            rows, K, V, H = hopper_recurrence.rows, self.K, self.V, self.H
-            hopper_recurrence.backward_kernel[(self.X * H,)](
-                rows(do, H * V), rows(work.attend, BT.value), rows(work.k_out, K), rows(work.q_in, K),
-                rows(work.inverse, BT.value), rows(work.k_in, K), beta, work.decay, self.documents, dfinal, dinitial,
-                do_scale, rows(dstates, K, V), dstates_scale, dvalues, dvalues_scale, self.M, H, **has,
-                num_warps=hopper_recurrence.WARPS.value,
-            )  # fmt: skip
-            return
-        backward_kernel[(self.X * self.H * self.V // self.BV,)](
-            do, work.q_in, work.k_in, work.k_out, work.inverse, beta, work.attend, work.decay, self.documents,
-            dfinal, dinitial, do_scale, dstates, dstates_scale, dvalues, dvalues_scale,
-            self.M, self.H, self.K, self.V, self.BV, **has, EXACT=self.exact, **SERIAL,
-        )  # fmt: skip
-
-
 @torch.library.custom_op(op("chunk_forward"), mutates_args=())
 def _forward(
     q: torch.Tensor,
@@ -236,10 +108,15 @@ def _forward(
     if v.numel() == 0:
         return o, _passed_on(final, initial_state)
     with torch.cuda.device_of(q):
-        call = _Call(q, v, cu_seqlens, lower_bound)
-        work = call.prepare(q, k, f, beta, A_log, dt_bias, backward=False)
-        call.run(work, v, initial_state, final if output_final_state else None, o)
+        passes = _passes(q, v, cu_seqlens, lower_bound)
+        work = passes.prepare(q, k, f, beta, A_log, dt_bias, backward=False)
+        passes.forward(work, v, initial_state, final if output_final_state else None, o)
     return o, final
+
+
+def _passes(q, v, cu_seqlens, lower_bound) -> Passes:
+    hopper = HopperPasses is not None and HopperPasses.take(q, v, cu_seqlens)
+    return (HopperPasses if hopper else Passes)(q, v, cu_seqlens, lower_bound)
 
 
 def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -295,51 +172,35 @@ def _backward(
 
 
 def _gradients(do, dfinal, q, k, v, f, beta, A_log, dt_bias, cu_seqlens, initial_state, dinitial, lower_bound):
-    call = _Call(q, v, cu_seqlens, lower_bound)
-    M, N, H, K, V = call.M, call.N, call.H, call.K, call.V
-    work = call.prepare(q, k, f, beta, A_log, dt_bias, backward=True)
-    do_scale, s_scale, c_scale, ds_scale, dy_scale = (call.empty(q, N, H, V) for _ in range(5))
-    states = call.empty(q, N, H, V, K, dtype=call.work)
-    values = call.empty(q, H, M, V, dtype=call.work)
-    call.run(work, v, initial_state, None, None, states, s_scale, values, c_scale)
+    passes = _passes(q, v, cu_seqlens, lower_bound)
+    M, N, H, K, V = passes.M, passes.N, passes.H, passes.K, passes.V
+    work = passes.prepare(q, k, f, beta, A_log, dt_bias, backward=True)
+    betas = beta.float().sigmoid().view(M, H).t().contiguous()
+    do_scale, s_scale, c_scale, ds_scale, dy_scale = (passes.empty(N, H, V) for _ in range(5))
+    states, values = passes.empty(N, H, V, K, dtype=passes.work), passes.empty(H, M, V, dtype=passes.work)
+    passes.forward(work, v, initial_state, None, None, states, s_scale, values, c_scale)
     work = work._replace(solve=None)
     dstates, dvalues = torch.empty_like(states), torch.empty_like(values)
-    betas = beta.float().sigmoid().view(M, H).t().contiguous()
-    call.run_back(
-        work,
-        do,
-        betas,
-        dfinal,
-        dinitial if initial_state is not None else None,
-        do_scale,
-        dstates,
-        ds_scale,
-        dvalues,
-        dy_scale,
-    )
+    passes.backward(
+        work, do, betas, dfinal, None if initial_state is None else dinitial,
+        do_scale, dstates, ds_scale, dvalues, dy_scale,
+    )  # fmt: skip
     work = work._replace(inverse=None)
-    dtotal = call.empty(q, N, H, K)
-    dscores = call.empty(q, 2, H, M, BT.value, dtype=torch.float32 if call.exact else torch.bfloat16)
-    own_scores, q_dots, k_dots = (call.empty(q, H, M) for _ in range(3))
-    ratios = call.empty(q, N, H, 4)
+    dtotal, ratios = passes.empty(N, H, K), passes.empty(N, H, 4)
+    dscores = passes.empty(2, H, M, BT.value, dtype=torch.float32 if passes.exact else torch.bfloat16)
+    dots = tuple(passes.empty(H, M) for _ in range(3))
     # Tokens that are in no document have no gradient.
     new = torch.empty_like if cu_seqlens is None else torch.zeros_like
     dv, dbeta = new(v), new(beta)
-    value_gradients_kernel[(N * H,)](
-        do, v, beta, call.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys, work.decay,
-        do_scale, states, s_scale, dstates, ds_scale, values, c_scale, dvalues, dy_scale,
-        dv, dbeta, dtotal, dscores, own_scores, q_dots, k_dots, ratios, M, H, K, V, EXACT=call.exact, **VALUES,
+    passes.value_gradients(
+        work, do, v, betas, do_scale, states, s_scale, dstates, ds_scale, values, c_scale, dvalues, dy_scale,
+        dv, dbeta, dtotal, dscores, dots, ratios,
     )  # fmt: skip
     # Their memory serves the gradients.
     del states, dstates, values, dvalues
     dq, dk, df = new(q), new(k), new(f)
-    BK = call.channels(KEY_CHANNELS)
-    ddt_bias, dA_log = call.empty(q, N, H, K), call.empty(q, N, H, K // BK)
-    key_gradients_kernel[(N * H * K // BK,)](
-        q, k, f, work.sums, work.quarters, A_log, dt_bias, work.q_in, work.k_in, work.k_out, dscores, beta,
-        call.chunks, ratios, work.q_rstds, work.k_rstds,
-        own_scores, q_dots, k_dots, dtotal, dq, dk, df, ddt_bias, dA_log, call.lower_bound,
-        M, H, K, BK, BOUNDED=call.bounded, NARROW=call.narrow, EXACT=call.exact, **KEYS,
+    dA_log, ddt_bias = passes.key_gradients(
+        work, q, k, f, A_log, dt_bias, beta, dscores, ratios, dots, dtotal, dq, dk, df
     )  # fmt: skip
     return dq, dk, dv, df, dbeta, dA_log.sum((0, 2)).to(A_log.dtype), ddt_bias.sum(0).to(dt_bias.dtype)
 

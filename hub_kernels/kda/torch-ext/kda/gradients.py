@@ -167,7 +167,7 @@ def value_gradients_kernel(
 
     b_dy = read_tile(dvalues, i_t, i_h, length, M, V, 0, BT, V) * dy_ratio[None, :]
     wide_dy = b_dy.to(tl.float32)
-    b_beta = tl.sigmoid(load_scalars(beta, i_t, i_h, length, H, BT))
+    b_beta = read_scalars(beta, i_t, i_h, length, M, BT)
     store_rows(dv, wide_dy * (b_beta * dy_s)[:, None], i_t, i_h, length, H, V, 0, BT, V)
     # From (1 + a) c = beta (v - k exp(G) S): beta times its gradient, of which nothing cancels.
     dbeta_own = tl.sum(wide_dy * b_c.to(tl.float32), 1) * (dy_s * c_s)

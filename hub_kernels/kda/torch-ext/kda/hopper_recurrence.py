@@ -11,8 +11,6 @@ Legend: M tokens, N chunks of BT tokens, X documents, H heads, K key width, V va
 memory and shared memory.
 """
 
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .scores import LARGEST, LARGEST_SOLVED, LIFT, scale_of
 from .tiles import BT
@@ -317,24 +314,3 @@ def backward_kernel(
     if HAS_INITIAL:
         gl.store(dinitial + _state_places(i_x * H + i_h), _times(b_ds, unit))
     tma.store_wait(0)
-
-
-def supported(q: torch.Tensor, v: torch.Tensor, chunks: int) -> bool:
-    """Whether these kernels take inputs [B, T, H, K] and [B, T, H, V] in so many chunks."""
-    H, K = q.shape[-2:]
-    return (
-        q.dtype != torch.float32
-        and K == v.shape[-1] == D.value
-        and not triton.knobs.runtime.interpret
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        # The copy engine counts rows, also those of states, in 32 bits.
-        and max(chunks * K, q.shape[:-2].numel()) * H < 2**31
-    )
-
-
-def rows(x: torch.Tensor, width: int, height: int = BT.value) -> TensorDescriptor:
-    """Of x, as rows of `width`, tiles of 128 columns at most."""
-    if x.data_ptr() % 16:
-        x = x.clone()
-    count = x.numel() // width
-    return TensorDescriptor(x, [count, width], [width, 1], [height, min(width, D.value)], TILE.value)

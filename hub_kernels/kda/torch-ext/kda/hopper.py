@@ -1,0 +1,72 @@
+"""The passes on Hopper, for 16-bit inputs and K = V = 128.
+
+Legend: M tokens of all documents, N chunks, H heads, K key width, V value width.
+"""
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import hopper_recurrence, hopper_values
+from .hopper_recurrence import TILE, D
+from .passes import Passes
+from .tiles import BT
+
+
+def rows(x: torch.Tensor, width: int, height: int = BT.value) -> TensorDescriptor:
+    """Of x, as rows of `width`, tiles of 128 columns at most."""
+    if x.data_ptr() % 16:
+        x = x.clone()
+    count = x.numel() // width
+    return TensorDescriptor(x, [count, width], [width, 1], [height, min(width, D.value)], TILE.value)
+
+
+class HopperPasses(Passes):
+    """Passes with kernels for Hopper."""
+
+    @staticmethod
+    def take(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> bool:
+        """Whether they have kernels for these inputs, [B, T, H, K] and [B, T, H, V]."""
+        B, T, H, K = q.shape
+        chunks = B * triton.cdiv(T, BT.value) + (0 if cu_seqlens is None else len(cu_seqlens))
+        return (
+            q.dtype != torch.float32
+            and K == v.shape[-1] == D.value
+            # The copy engine counts rows, also those of states, in 32 bits.
+            and max(chunks * K, B * T) * H < 2**31
+            and not triton.knobs.runtime.interpret
+            and torch.cuda.get_device_capability(q.device)[0] == 9
+        )
+
+    def forward(self, work, v, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
+        K, V, backward = self.K, self.V, states is not None
+        hopper_recurrence.forward_kernel[(self.X * self.H,)](
+            rows(v, self.H * V), rows(work.k_in, K), rows(work.solve, BT.value), rows(work.k_out, K),
+            None if backward else rows(work.q_in, K), None if backward else rows(work.attend, BT.value),
+            work.decay, self.documents, initial, final, o,
+            rows(states, K, V) if backward else None, states_scale, values, values_scale, self.M, self.H,
+            HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, BACKWARD=backward,
+            num_warps=hopper_recurrence.WARPS.value,
+        )  # fmt: skip
+
+    def backward(self, work, do, beta, dfinal, dinitial, do_scale, dstates, dstates_scale, dvalues, dvalues_scale):
+        K, V = self.K, self.V
+        hopper_recurrence.backward_kernel[(self.X * self.H,)](
+            rows(do, self.H * V), rows(work.attend, BT.value), rows(work.k_out, K), rows(work.q_in, K),
+            rows(work.inverse, BT.value), rows(work.k_in, K), beta, work.decay, self.documents, dfinal, dinitial,
+            do_scale, rows(dstates, K, V), dstates_scale, dvalues, dvalues_scale, self.M, self.H,
+            HAS_INITIAL=dinitial is not None, HAS_FINAL=dfinal is not None, num_warps=hopper_recurrence.WARPS.value,
+        )  # fmt: skip
+
+    def value_gradients(
+        self, work, do, v, beta, do_scale, states, states_scale, dstates, dstates_scale, values, values_scale,
+        dvalues, dvalues_scale, dv, dbeta, dtotal, dscores, dots, ratios,
+    ):  # fmt: skip
+        K, V = self.K, self.V
+        hopper_values.value_gradients_kernel[(self.N * self.H,)](
+            rows(do, self.H * V), rows(v, self.H * V), rows(states, K, V), rows(dstates, K, V), rows(values, V),
+            rows(dvalues, V), rows(work.q_in, K), rows(work.k_out, K), beta, self.chunks, work.attend, work.keys,
+            work.decay, do_scale, states_scale, dstates_scale, values_scale, dvalues_scale,
+            work.q_in, work.k_in, work.k_out, dv, dbeta, dtotal, dscores, *dots, ratios, self.M, self.H,
+            num_warps=hopper_values.WARPS.value,
+        )  # fmt: skip
