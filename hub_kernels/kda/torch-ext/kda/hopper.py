@@ -13,7 +13,7 @@ from .passes import Passes
 from .tiles import BT
 
 
-def rows(x: torch.Tensor, width: int, height: int = BT.value) -> TensorDescriptor:
+def rows(x: torch.Tensor, width: int, height: int = 64) -> TensorDescriptor:
     """Of x, as rows of `width`, tiles of 128 columns at most."""
     if x.data_ptr() % 16:
         x = x.clone()
@@ -44,9 +44,8 @@ class HopperPasses(Passes):
             rows(v, self.H * V), rows(work.k_in, K), rows(work.solve, BT.value), rows(work.k_out, K),
             None if backward else rows(work.q_in, K), None if backward else rows(work.attend, BT.value),
             work.decay, self.documents, initial, final, o,
-            rows(states, K, V) if backward else None, states_scale, values, values_scale, self.M, self.H,
-            HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, BACKWARD=backward,
-            num_warps=hopper_recurrence.WARPS.value,
+            rows(states, K) if backward else None, states_scale, values, values_scale, self.M, self.H,
+            HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, BACKWARD=backward, num_warps=4,
         )  # fmt: skip
 
     def backward(self, work, do, beta, dfinal, dinitial, do_scale, dstates, dstates_scale, dvalues, dvalues_scale):
@@ -54,8 +53,8 @@ class HopperPasses(Passes):
         hopper_recurrence.backward_kernel[(self.X * self.H,)](
             rows(do, self.H * V), rows(work.attend, BT.value), rows(work.k_out, K), rows(work.q_in, K),
             rows(work.inverse, BT.value), rows(work.k_in, K), beta, work.decay, self.documents, dfinal, dinitial,
-            do_scale, rows(dstates, K, V), dstates_scale, dvalues, dvalues_scale, self.M, self.H,
-            HAS_INITIAL=dinitial is not None, HAS_FINAL=dfinal is not None, num_warps=hopper_recurrence.WARPS.value,
+            do_scale, rows(dstates, K), dstates_scale, dvalues, dvalues_scale, self.M, self.H,
+            HAS_INITIAL=dinitial is not None, HAS_FINAL=dfinal is not None, num_warps=4,
         )  # fmt: skip
 
     def value_gradients(
