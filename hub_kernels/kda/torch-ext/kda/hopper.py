@@ -61,11 +61,15 @@ class HopperPasses(Passes):
         self, work, do, v, beta, do_scale, states, states_scale, dstates, dstates_scale, values, values_scale,
         dvalues, dvalues_scale, dv, dbeta, dtotal, dscores, dots, ratios,
     ):  # fmt: skip
-        K, V = self.K, self.V
-        hopper_values.value_gradients_kernel[(self.N * self.H,)](
-            rows(do, self.H * V), rows(v, self.H * V), rows(states, K, V), rows(dstates, K, V), rows(values, V),
-            rows(dvalues, V), rows(work.q_in, K), rows(work.k_out, K), beta, self.chunks, work.attend, work.keys,
-            work.decay, do_scale, states_scale, dstates_scale, values_scale, dvalues_scale,
-            work.q_in, work.k_in, work.k_out, dv, dbeta, dtotal, dscores, *dots, ratios, self.M, self.H,
-            num_warps=hopper_values.WARPS.value,
+        N, H, K, V = self.N, self.H, self.K, self.V
+        factors, largest = self.empty(N, H, 6, V, dtype=self.work), self.empty(N, H, 8)
+        hopper_values.factors_kernel[(N * H,)](
+            do_scale, states_scale, dstates_scale, values_scale, dvalues_scale, factors, largest, ratios, V, num_warps=1
+        )
+        hopper_values.value_gradients_kernel[(N * H,)](
+            rows(do, H * V), rows(v, H * V), rows(states, K, V), rows(dstates, K, V), rows(values, V),
+            rows(dvalues, V), rows(work.q_in, K), beta, self.chunks, work.attend, work.keys,
+            work.decay, dvalues_scale, factors, largest,
+            work.q_in, work.k_in, work.k_out, dv, dbeta, dtotal, dscores, *dots, self.M, H,
+            num_warps=hopper_values.WARPS.value, maxnreg=128,
         )  # fmt: skip

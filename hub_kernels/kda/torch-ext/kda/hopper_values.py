@@ -1,12 +1,14 @@
 """The value gradients on Hopper, for 16-bit inputs and K = V = 128: `value_gradients_kernel` of gradients.py.
 
 Tokens are the rows of all products, and their left operands come from registers. Every value has a scale of its own in
-each tensor: the product of two, over the largest such product, is a power of two that the left operand's columns are
-multiplied by, so that right operands stay as the copy engine brings them.
+each tensor: the product of two, over the product of the largest, is a power of two that the left operand's columns are
+multiplied by, so that right operands stay as the copy engine brings them. `factors_kernel` has these ready.
 
 Legend: M tokens, N chunks of BT tokens, H heads, D = K = V. Tiles lie as [BT, D] or [D, D] in memory.
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,17 +24,56 @@ from .hopper_recurrence import TILE, D
 from .scores import LIFT
 from .tiles import BT
 
-WARPS = gl.constexpr(4)
-# Accumulators [BT, D] and [BT, BT], left operands, and what is stored or summed: eight channels of a row at a time.
-BY_KEY = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-BY_TOKEN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+WARPS = gl.constexpr(8)
+# Accumulators [BT, D] and [BT, BT], whose columns two warpgroups share, left operands, and rows as they are stored.
+BY_KEY = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
+BY_TOKEN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, BY_KEY, 2))
 LEFT_OF_TOKENS = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN, 2))
-WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# A vector [D], the same in every warp.
-EVERYWHERE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+
+
+@triton.jit
+def _largest(p, i_nh, D: tl.constexpr):
+    """The largest of the values' scales, and [D] by how much each one's is smaller."""
+    scales = tl.load(p + i_nh * D + tl.arange(0, D))
+    largest = tl.max(scales, 0)
+    return largest, scales * (1.0 / largest)
+
+
+@triton.jit
+def factors_kernel(
+    do_scale, states_scale, dstates_scale, values_scale, dvalues_scale, factors, largest, ratios, D: tl.constexpr
+):
+    """factors fp16 [N, H, 6, D]: values in dstates, states in dstates, do and dvalues in values and in states; do as
+    it is over its largest scale.
+
+    largest [N, H, 8]: the largest scales in the order of the arguments; ratios as in gradients.py.
+    """
+    i_nh = tl.program_id(0).to(tl.int64)
+    do_s, _ = _largest(do_scale, i_nh, D)
+    s_s, s_ratio = _largest(states_scale, i_nh, D)
+    ds_s, ds_ratio = _largest(dstates_scale, i_nh, D)
+    c_s, c_ratio = _largest(values_scale, i_nh, D)
+    dy_s, dy_ratio = _largest(dvalues_scale, i_nh, D)
+    p_f, p_l, p_r = factors + i_nh * (6 * D) + tl.arange(0, D), largest + i_nh * 8, ratios + i_nh * 4
+    tl.store(p_f, c_ratio * ds_ratio)
+    tl.store(p_f + D, s_ratio * ds_ratio)
+    tl.store(p_f + 2 * D, c_ratio)
+    tl.store(p_f + 3 * D, s_ratio)
+    tl.store(p_f + 4 * D, dy_ratio * c_ratio)
+    tl.store(p_f + 5 * D, dy_ratio * s_ratio)
+    tl.store(p_l, do_s)
+    tl.store(p_l + 1, s_s)
+    tl.store(p_l + 2, ds_s)
+    tl.store(p_l + 3, c_s)
+    tl.store(p_l + 4, dy_s)
+    larger = tl.maximum(tl.maximum(do_s, dy_s), ds_s * 2.0**-60)
+    unit_s = tl.maximum(c_s, s_s * 2.0**-60)
+    tl.store(p_r, larger * unit_s * (1.0 / SCORE_SHIFT))
+    tl.store(p_r + 1, (do_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
+    tl.store(p_r + 2, (dy_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
+    tl.store(p_r + 3, c_s / unit_s * (ds_s / larger) * SCORE_SHIFT)
 
 
 @gluon.jit
@@ -44,17 +85,13 @@ def _clear(place, length):
 
 
 @gluon.jit
-def _scales(p_scale, i_nh):
-    """The largest of the values' scales, and [D] by how much each one's is smaller."""
-    scales = gl.load(p_scale + i_nh * D + gl.arange(0, D, layout=EVERYWHERE))
-    largest = gl.max(scales, 0)
-    return largest, scales * (1.0 / largest)
+def _factors(p, LAYOUT: gl.constexpr):
+    return gl.expand_dims(gl.load(p + gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))), 0)
 
 
 @gluon.jit
-def _product(left, ratios, right, acc, LAYOUT: gl.constexpr):
-    """acc + left times right, columns of left times ratios, which lie in shared memory; and the operand, to be kept."""
-    left *= gl.expand_dims(ratios.load(gl.SliceLayout(0, left.type.layout)), 0)
+def _product(left, right, acc, LAYOUT: gl.constexpr):
+    """acc + left times right, and the operand, to be kept."""
     left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
     return warpgroup_mma(left, right, acc, is_async=True), left
 
@@ -85,20 +122,20 @@ def _store_scalars(p, x_T, i_t, length, stride):
 
 
 @gluon.jit
-def _load_scores(p, i_hm, length):
-    """[BT, BT] as an accumulator has it."""
+def _score_places(length):
+    """(rows, columns, places of [BT, BT] as an accumulator has it, which of them exist)."""
     o_i = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(1, BY_TOKEN)), 1)
     o_j = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(0, BY_TOKEN)), 0)
-    return gl.load(p + i_hm * BT + o_i * BT + o_j, mask=o_i < length, other=0.0)
+    return o_i, o_j, o_i * BT + o_j, o_i < length
 
 
 @gluon.jit(do_not_specialize=["M"])
 def value_gradients_kernel(
-    do, v, states, dstates, values, dvalues, q_in, k_out, beta, chunks, attend, keys, decay,
-    do_scale, states_scale, dstates_scale, values_scale, dvalues_scale,
-    dq_in, dk_in, dk_out, dv, dbeta, dtotal, dscores, own_scores, q_dots, k_dots, ratios, M, H,
+    do, v, states, dstates, values, dvalues, q_in, beta, chunks, attend, keys, decay,
+    dvalues_scale, factors, largest,
+    dq_in, dk_in, dk_out, dv, dbeta, dtotal, dscores, own_scores, q_dots, k_dots, M, H,
 ):  # fmt: skip
-    """See gradients.py; do to k_out are descriptors, dq_in and dk_out where q_in and k_out are."""
+    """See gradients.py; do to q_in are descriptors, and dq_in and dk_out are where q_in and k_out are."""
     i_n, i_h = gl.program_id(0) // H, gl.program_id(0) % H
     i_t, length = gl.load(chunks + 2 * i_n), gl.load(chunks + 2 * i_n + 1)
     if length == 0:
@@ -106,132 +143,119 @@ def value_gradients_kernel(
     i_nh = gl.cast(i_n, gl.int64) * H + i_h
     i_hm = gl.cast(i_h, gl.int64) * M + i_t
     i_row, i_state, i_col = i_h * M + i_t, (i_n * H + i_h) * D, i_h * D
-    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4):
+    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
         mbarrier.init(full.index(i), count=1)
     b_ds = gl.allocate_shared_memory(gl.float16, [D, D], TILE)
     b_c = gl.allocate_shared_memory(gl.float16, [BT, D], TILE)
-    b_x = gl.allocate_shared_memory(gl.float16, [BT, D], TILE)
     b_s = gl.allocate_shared_memory(gl.float16, [D, D], TILE)
     b_do = gl.allocate_shared_memory(do.dtype, [BT, D], TILE)
     # The copy engine must see the barriers.
     fence_async_shared()
-    mbarrier.expect(full.index(0), 4 * D * (D // 2 + BT))
+    mbarrier.expect(full.index(0), 2 * D * (D + BT))
     tma.async_copy_global_to_shared(dstates, [i_state, 0], full.index(0), b_ds)
     tma.async_copy_global_to_shared(values, [i_row, 0], full.index(0), b_c)
-    tma.async_copy_global_to_shared(k_out, [i_row, 0], full.index(0), b_x)
     mbarrier.expect(full.index(1), 2 * D * (D + BT))
     tma.async_copy_global_to_shared(states, [i_state, 0], full.index(1), b_s)
     tma.async_copy_global_to_shared(do, [i_t, i_col], full.index(1), b_do)
 
-    do_s, do_ratio = _scales(do_scale, i_nh)
-    s_s, s_ratio = _scales(states_scale, i_nh)
-    ds_s, ds_ratio = _scales(dstates_scale, i_nh)
-    c_s, c_ratio = _scales(values_scale, i_nh)
-    dy_s, dy_ratio = _scales(dvalues_scale, i_nh)
+    p_f, p_l = factors + i_nh * (6 * D), largest + i_nh * 8
+    do_s, s_s, ds_s, c_s, dy_s = gl.load(p_l), gl.load(p_l + 1), gl.load(p_l + 2), gl.load(p_l + 3), gl.load(p_l + 4)
     larger = gl.maximum(gl.maximum(do_s, dy_s), ds_s * 2.0**-60)
     unit_s = gl.maximum(c_s, s_s * 2.0**-60)
-    p_ratios = ratios + 4 * i_nh
-    gl.store(p_ratios, larger * unit_s * (1.0 / SCORE_SHIFT))
-    gl.store(p_ratios + 1, (do_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
-    gl.store(p_ratios + 2, (dy_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
-    gl.store(p_ratios + 3, c_s / unit_s * (ds_s / larger) * SCORE_SHIFT)
-    # What left operands are multiplied by: values in dstates, states in dstates.
-    first = gl.allocate_shared_memory(gl.float16, [2, D], VECTOR)
-    first.index(0).store((c_ratio * ds_ratio).to(gl.float16))
-    first.index(1).store((s_ratio * ds_ratio).to(gl.float16))
-    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, LEFT))
+    o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, BY_KEY))
     b_beta = gl.load(beta + i_hm + o_t, mask=o_t < length, other=0.0)
+    o_k = gl.arange(0, BT, layout=gl.SliceLayout(1, BY_TOKEN))
+    p_total, p_fade = dtotal + i_nh * D + o_k, decay + i_nh * D + o_k
+    fade_1, fade_2 = gl.load(p_fade), gl.load(p_fade + BT)
     zeros = gl.zeros([BT, D], gl.float32, layout=BY_KEY)
     zeros_T = gl.zeros([BT, BT], gl.float32, layout=BY_TOKEN)
 
+    o_i, o_j, o_ij, m_i = _score_places(length)
+    attend += i_hm * BT
+    keys += i_hm * BT
+
+    factor = _factors(p_f, LEFT)
+    o_k = gl.arange(0, D, layout=gl.SliceLayout(0, BY_KEY))
+    p_k = dk_out + i_hm * D + gl.expand_dims(o_t * D, 1) + gl.expand_dims(o_k, 0)
+    b_k = gl.load(p_k, mask=gl.expand_dims(o_t < length, 1), other=0.0)
     mbarrier.wait(full.index(0), 0)
     if length < BT:
         _clear(b_c, length)
         fence_async_shared()
         gl.thread_barrier()
-    b_dx, left = _product(b_c.load(LEFT), first.index(0), b_ds, zeros, LEFT)
-    mbarrier.wait(full.index(1), 0)
+    b_dx, left = _product(b_c.load(LEFT) * factor, b_ds, zeros, LEFT)
+    factor = _factors(p_f + D, LEFT_OF_TOKENS)
     b_dx, left = warpgroup_mma_wait(0, deps=(b_dx, left))
     # The decay of the whole chunk: half by half, the diagonal of a product.
-    o_k = gl.arange(0, BT, layout=gl.SliceLayout(1, BY_TOKEN))
+    mbarrier.wait(full.index(1), 0)
     for i in gl.static_range(2):
         b_half = b_s.slice(BT * i, BT, dim=1).permute((1, 0)).load(LEFT_OF_TOKENS)
-        total, left = _product(b_half, first.index(1), b_ds.slice(BT * i, BT, dim=1), zeros_T, LEFT_OF_TOKENS)
+        total, left = _product(b_half * factor, b_ds.slice(BT * i, BT, dim=1), zeros_T, LEFT_OF_TOKENS)
         total, left = warpgroup_mma_wait(0, deps=(total, left))
-        p_k = i_nh * D + BT * i + o_k
-        gl.store(dtotal + p_k, _diagonal(total) * gl.load(decay + p_k) * (s_s * ds_s))
-    k_dot = gl.sum(b_dx * b_x.load(BY_KEY).to(gl.float32), 1) * (c_s * ds_s * (1.0 / LIFT))
+        gl.store(p_total + BT * i, _diagonal(total) * (fade_1 if i == 0 else fade_2) * (s_s * ds_s))
+    k_dot = gl.sum(b_dx * b_k.to(gl.float32), 1) * (c_s * ds_s * (1.0 / LIFT))
+    # From here on in the place of dstates.
+    b_x = gl.allocate_shared_memory(gl.float16, [BT, D], TILE)
     _store(dk_out, b_dx, b_x, i_hm, length, D, WIDE_ROWS)
 
-    # Gradients of outputs in states and values, gradients of values in both.
-    second = gl.allocate_shared_memory(gl.float16, [4, D], VECTOR)
-    second.index(0).store((do_ratio * s_ratio).to(gl.float16))
-    second.index(1).store((do_ratio * c_ratio).to(gl.float16))
-    second.index(2).store((dy_ratio * s_ratio).to(gl.float16))
-    second.index(3).store((dy_ratio * c_ratio).to(gl.float16))
-    # In the place of dstates, which all have read.
+    # All have read dstates.
     gl.thread_barrier()
     b_q = gl.allocate_shared_memory(gl.float16, [BT, D], TILE)
     b_dy = gl.allocate_shared_memory(gl.float16, [BT, D], TILE)
-    mbarrier.expect(full.index(2), 4 * BT * D)
+    b_v = b_x._reinterpret(v.dtype, [BT, D], TILE)
+    mbarrier.expect(full.index(2), 6 * BT * D)
     tma.async_copy_global_to_shared(q_in, [i_row, 0], full.index(2), b_q)
     tma.async_copy_global_to_shared(dvalues, [i_row, 0], full.index(2), b_dy)
+    tma.async_copy_global_to_shared(v, [i_t, i_col], full.index(2), b_v)
+    b_attend = gl.load(attend + o_ij, mask=m_i, other=0.0)
+    factor = _factors(p_f + 2 * D, LEFT)
     if length < BT:
         _clear(b_do, length)
         gl.thread_barrier()
-    p_scale = i_nh * D + gl.arange(0, D, layout=gl.SliceLayout(0, LEFT))
-    left = (b_do.load(LEFT).to(gl.float32) * gl.expand_dims(1.0 / gl.load(do_scale + p_scale), 0)).to(gl.float16)
-    b_dx, left_1 = _product(left, second.index(0), b_s, zeros, LEFT)
-    b_da, left_2 = _product(left, second.index(1), b_c.permute((1, 0)), zeros_T, LEFT_OF_TOKENS)
-    b_attend = _load_scores(attend, i_hm, length)
-    mbarrier.wait(full.index(2), 0)
-    b_dx, b_da, left_1, left_2 = warpgroup_mma_wait(0, deps=(b_dx, b_da, left_1, left_2))
-    q_dot = gl.sum(b_dx * b_q.load(BY_KEY).to(gl.float32), 1) * (do_s * s_s * (1.0 / LIFT))
-    _store(dq_in, b_dx, b_q, i_hm, length, D, WIDE_ROWS)
-
-    o_i = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(1, BY_TOKEN)), 1)
-    o_j = gl.expand_dims(gl.arange(0, BT, layout=gl.SliceLayout(0, BY_TOKEN)), 0)
+    left = (b_do.load(LEFT).to(gl.float32) * (1.0 / do_s)).to(gl.float16)
+    b_da, left = _product(left * factor, b_c.permute((1, 0)), zeros_T, LEFT_OF_TOKENS)
+    factor = _factors(p_f + 3 * D, LEFT)
+    b_da, left = warpgroup_mma_wait(0, deps=(b_da, left))
+    left = (b_do.load(LEFT).to(gl.float32) * (1.0 / do_s)).to(gl.float16)
+    b_dx, left = _product(left * factor, b_s, zeros, LEFT)
     b_da = gl.where(o_i >= o_j, b_da, 0.0)
     # A token's score with itself does not decay: kept apart, it need not cancel in the decay's gradient.
-    own = _diagonal(b_da) * (do_s * c_s)
-    _store_scalars(own_scores, own, i_hm, length, 1)
+    _store_scalars(own_scores, _diagonal(b_da) * (do_s * c_s), i_hm, length, 1)
     b_dqk = gl.where(o_i == o_j, 0.0, b_da) * (SCORE_SHIFT * (do_s / larger) * (c_s / unit_s))
-    place = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], TILE)
-    _store(dscores, b_dqk, place, i_hm, length, BT, ROWS)
+    dscores += i_hm * BT
+    gl.store(dscores + o_ij, b_dqk.to(gl.bfloat16), mask=m_i)
     b_da *= b_attend.to(gl.float32)
-    q_dot += gl.convert_layout(gl.sum(b_da, 1) * (do_s * c_s), gl.SliceLayout(1, BY_KEY))
-    _store_scalars(q_dots, q_dot, i_hm, length, 1)
+    q_dot = gl.convert_layout(gl.sum(b_da, 1) * (do_s * c_s), gl.SliceLayout(1, BY_KEY))
     k_dot += gl.convert_layout(gl.sum(b_da, 0) * (do_s * c_s), gl.SliceLayout(1, BY_KEY))
+    mbarrier.wait(full.index(2), 0)
+    b_dx, left = warpgroup_mma_wait(0, deps=(b_dx, left))
+    q_dot += gl.sum(b_dx * b_q.load(BY_KEY).to(gl.float32), 1) * (do_s * s_s * (1.0 / LIFT))
+    _store_scalars(q_dots, q_dot, i_hm, length, 1)
+    _store(dq_in, b_dx, b_q, i_hm, length, D, WIDE_ROWS)
 
-    # In the place of do.
-    gl.thread_barrier()
-    b_v = gl.allocate_shared_memory(v.dtype, [BT, D], TILE)
-    mbarrier.expect(full.index(3), 2 * BT * D)
-    tma.async_copy_global_to_shared(v, [i_t, i_col], full.index(3), b_v)
+    b_keys = gl.load(keys + o_ij, mask=m_i, other=0.0)
     if length < BT:
         _clear(b_dy, length)
         gl.thread_barrier()
-    left = b_dy.load(LEFT)
-    b_keys = _load_scores(keys, i_hm, length)
-    b_da, left_1 = _product(left, second.index(3), b_c.permute((1, 0)), zeros_T, LEFT_OF_TOKENS)
-    b_da, left_1 = warpgroup_mma_wait(0, deps=(b_da, left_1))
-    b_dx, left_1 = _product(left, second.index(2), b_s, zeros, LEFT)
-    wide = left.to(gl.float32) * gl.expand_dims(gl.load(dvalues_scale + p_scale), 0)
-    mbarrier.wait(full.index(3), 0)
-    v_dot = gl.sum(wide * b_v.load(LEFT).to(gl.float32), 1) * b_beta
+    wide = b_dy.load(BY_KEY).to(gl.float32) * _factors(dvalues_scale + i_nh * D, BY_KEY)
+    k_dot -= gl.sum(wide * b_v.load(BY_KEY).to(gl.float32), 1) * b_beta
     _store(dv + i_col, wide * gl.expand_dims(b_beta, 1), b_v, i_t, length, H * D, WIDE_ROWS)
-    b_dx, left_1 = warpgroup_mma_wait(0, deps=(b_dx, left_1))
-    _store(dk_in, b_dx, b_dy, i_hm, length, D, WIDE_ROWS)
+    factor = _factors(p_f + 4 * D, LEFT)
+    b_da, left = _product(b_dy.load(LEFT) * factor, b_c.permute((1, 0)), zeros_T, LEFT_OF_TOKENS)
+    factor = _factors(p_f + 5 * D, LEFT)
+    b_da, left = warpgroup_mma_wait(0, deps=(b_da, left))
+    b_dx, left = _product(b_dy.load(LEFT) * factor, b_s, zeros, LEFT)
     # From (1 + a) c = beta (v - k exp(G) S): beta times its gradient, of which nothing cancels.
     own = _diagonal(b_da) * (dy_s * c_s)
     beta_T = gl.convert_layout(b_beta, gl.SliceLayout(1, BY_TOKEN))
     _store_scalars(dbeta + i_h, own * (1.0 - beta_T), i_t, length, H)
-    k_dot += gl.convert_layout(own, gl.SliceLayout(1, BY_KEY)) - gl.convert_layout(v_dot, gl.SliceLayout(1, BY_KEY))
     b_da = gl.where(o_i > o_j, b_da, 0.0)
-    place = gl.allocate_shared_memory(gl.bfloat16, [BT, BT], TILE)
     b_dkk = b_da * (-SCORE_SHIFT * (dy_s / larger) * (c_s / unit_s))
-    _store(dscores + gl.cast(M, gl.int64) * H * BT, b_dkk, place, i_hm, length, BT, ROWS)
+    gl.store(dscores + gl.cast(M, gl.int64) * H * BT + o_ij, b_dkk.to(gl.bfloat16), mask=m_i)
     b_da *= b_keys.to(gl.float32)
-    k_dot -= gl.convert_layout(gl.sum(b_da * gl.expand_dims(beta_T, 1), 0) * (dy_s * c_s), gl.SliceLayout(1, BY_KEY))
+    own -= gl.convert_layout(gl.sum(b_da * gl.expand_dims(beta_T, 1), 0) * (dy_s * c_s), gl.SliceLayout(1, BY_TOKEN))
+    k_dot += gl.convert_layout(own, gl.SliceLayout(1, BY_KEY))
     _store_scalars(k_dots, k_dot, i_hm, length, 1)
+    b_dx, left = warpgroup_mma_wait(0, deps=(b_dx, left))
+    _store(dk_in, b_dx, b_dy, i_hm, length, D, WIDE_ROWS)
