@@ -168,7 +168,7 @@ def test_sums_of_log_decays(within, device, lower_bound):
     T, H, K = 75, 2, 16
     given = inputs(T, H, K, K, torch.float32, device)
     passes = Passes(given["q"], given["v"], None, lower_bound)
-    work = passes.new_chunks()
+    work = passes.new_chunks(True)
     sums, quarters = work.sums, work.quarters
     passes.gate(given["f"], given["A_log"], given["dt_bias"], sums, quarters)
     g = _log_decay(*(given[name].double() for name in ("f", "A_log", "dt_bias")), lower_bound)[0] / math.log(2)

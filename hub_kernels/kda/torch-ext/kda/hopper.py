@@ -7,9 +7,10 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import hopper_recurrence, hopper_values
+from . import hopper_recurrence, hopper_scores, hopper_values
+from .hopper_keys import key_gradients_on_hopper
 from .hopper_recurrence import TILE, D
-from .passes import Passes
+from .passes import Chunks, Passes
 from .tiles import BT
 
 
@@ -37,6 +38,17 @@ class HopperPasses(Passes):
             and not triton.knobs.runtime.interpret
             and torch.cuda.get_device_capability(q.device)[0] == 9
         )
+
+    def scores(self, q, k, f, A_log, dt_bias, backward: bool) -> Chunks:
+        if not self.narrow:
+            return super().scores(q, k, f, A_log, dt_bias, backward)
+        work = self.new_chunks(backward)
+        hopper_scores.gate_and_scores_kernel[(self.N * self.H,)](
+            q, k, f, A_log, dt_bias, self.chunks, work.sums, work.quarters, work.q_in, work.k_in, work.k_out,
+            work.attend, work.keys, work.decay, work.q_rstds, work.k_rstds, self.lower_bound,
+            self.M, self.H, self.K, BACKWARD=backward, **hopper_scores.LAUNCH,
+        )  # fmt: skip
+        return work
 
     def forward(self, work, v, initial, final, o, states=None, states_scale=None, values=None, values_scale=None):
         K, V, backward = self.K, self.V, states is not None
@@ -73,3 +85,14 @@ class HopperPasses(Passes):
             work.q_in, work.k_in, work.k_out, dv, dbeta, dtotal, dscores, *dots, self.M, H,
             num_warps=hopper_values.WARPS.value, maxnreg=128,
         )  # fmt: skip
+
+    def key_gradients(self, work, q, k, f, A_log, dt_bias, beta, dscores, ratios, dots, dtotal, dq, dk, df):
+        if not self.narrow:
+            return super().key_gradients(
+                work, q, k, f, A_log, dt_bias, beta, dscores, ratios, dots, dtotal, dq, dk, df
+            )  # fmt: skip
+        ddt_bias, dA_log = key_gradients_on_hopper(
+            q, k, f, work.sums, work.quarters, A_log, dt_bias, work.q_in, work.k_in, work.k_out, dscores, beta,
+            self.chunks, ratios, work.q_rstds, work.k_rstds, *dots, dtotal, dq, dk, df, self.lower_bound,
+        )  # fmt: skip
+        return dA_log, ddt_bias

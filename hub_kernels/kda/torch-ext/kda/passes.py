@@ -34,8 +34,8 @@ NARROWEST_BOUND = -5.0
 class Chunks(NamedTuple):
     """What the first passes leave for the others, as prepare.py says."""
 
-    sums: torch.Tensor
-    quarters: torch.Tensor
+    sums: torch.Tensor | None
+    quarters: torch.Tensor | None
     q_in: torch.Tensor
     k_in: torch.Tensor
     k_out: torch.Tensor
@@ -79,11 +79,12 @@ class Passes:
         )
         return work._replace(solve=solve, inverse=inverse)
 
-    def new_chunks(self) -> Chunks:
+    def new_chunks(self, decays: bool) -> Chunks:
+        """Room for all but the solve; for sums and quarters if `decays`."""
         M, N, H, K = self.M, self.N, self.H, self.K
         return Chunks(
-            self.empty(H, M, K),
-            self.empty(N, H, BT.value // BQ.value, K),
+            self.empty(H, M, K) if decays else None,
+            self.empty(N, H, BT.value // BQ.value, K) if decays else None,
             *(self.empty(H, M, K, dtype=self.work) for _ in range(3)),
             *(self.empty(H, M, BT.value, dtype=self.work) for _ in range(2)),
             self.empty(N, H, K),
@@ -98,7 +99,7 @@ class Passes:
 
     def scores(self, q, k, f, A_log, dt_bias, backward: bool) -> Chunks:
         """Everything but the solve; sums and quarters are only for the backward passes."""
-        work = self.new_chunks()
+        work = self.new_chunks(True)
         self.gate(f, A_log, dt_bias, work.sums, work.quarters)
         scores_kernel[(self.N * self.H,)](
             q, k, work.sums, work.quarters, self.chunks, work.q_in, work.k_in, work.k_out, work.attend, work.keys,
