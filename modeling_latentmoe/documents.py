@@ -163,12 +163,15 @@ class Documents:
         return self.length_D.cumsum(0) - self.length_D
 
     def pack(self, x_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T, ...] -> [M, ...]: the real tokens, in order."""
-        return x_BT.flatten(0, 1)[self.token_M]
+        """[B, T, ...] -> [M, ...]: the real tokens, in order. A view of x where all are real."""
+        flat = x_BT.flatten(0, 1)
+        return flat if self.valid_BT is None else flat[self.token_M]
 
     def unpack(self, x_M: torch.Tensor) -> torch.Tensor:
-        """[M, ...] -> [B, T, ...], zeros at padding."""
+        """[M, ...] -> [B, T, ...], zeros at padding. A view of x where there is none."""
         B, T = self.ids_BT.shape
+        if self.valid_BT is None:
+            return x_M.unflatten(0, (B, T))
         flat = x_M.new_zeros(B * T, *x_M.shape[1:])
         return flat.index_copy(0, self.token_M, x_M).unflatten(0, (B, T))
 

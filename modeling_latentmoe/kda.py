@@ -5,6 +5,8 @@ Legend: B batch, T tokens, D model width, M real tokens, X documents, H heads, K
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,6 +17,7 @@ from .configuration_latentmoe import LatentMoETextConfig
 from .documents import Documents
 from .layers import Float32Parameters
 from .ops import gated_rms_norm, kda_chunk, kda_step, short_conv
+from .recompute import recomputed
 
 # The released checkpoint stores A_log with its head axis zero-padded to a multiple of this.
 A_LOG_PADDING = 128
@@ -81,17 +84,23 @@ class KimiDeltaAttention(Float32Parameters):
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents, cache: LayerCache | None = None) -> torch.Tensor:
         x_MD = documents.pack(x_BTD)
-        q, k, v = self._convolve(x_MD, documents, cache)
+        projected, convolve = self._project(x_MD, documents, cache)
         z, beta = self._heads(self.f_b_proj(self.f_a_proj(x_MD))), self.b_proj(x_MD)
-        o = self._recur(q, k, v, z, beta, documents, cache)
-        o = self.o_norm(o, self._heads(self.g_proj(x_MD)), self.config.kernels)
-        return documents.unpack(self.o_proj(o.flatten(1)))
+        qkv = convolve(*projected)
+        with recomputed(qkv, convolve, *projected):
+            o = self._recur(*map(self._heads, qkv), z, beta, documents, cache)
+        gated, norm = (o, self._heads(self.g_proj(x_MD))), partial(self.o_norm, kernels=self.config.kernels)
+        o = norm(*gated)
+        with recomputed(o, norm, *gated):
+            return documents.unpack(self.o_proj(o.flatten(1)))
 
     def _heads(self, x_MP: torch.Tensor) -> torch.Tensor:
         return x_MP.unflatten(-1, (self.num_heads, self.head_dim))
 
-    def _convolve(self, x_MD, documents: Documents, cache: LayerCache | None) -> list[torch.Tensor]:
-        """Projections of q, k, v, each through its short convolution; the cache keeps the last inputs of each."""
+    def _project(
+        self, x_MD: torch.Tensor, documents: Documents, cache: LayerCache | None
+    ) -> tuple[tuple[torch.Tensor, ...], Callable[..., tuple[torch.Tensor, ...]]]:
+        """Projections of q, k, v, and their short convolutions; the cache keeps the last inputs of each."""
         projected = tuple(proj(x_MD) for proj in (self.q_proj, self.k_proj, self.v_proj))
         taps = tuple(conv() for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
         names = ("q_conv", "k_conv", "v_conv")
@@ -100,7 +109,11 @@ class KimiDeltaAttention(Float32Parameters):
             tails = tuple(cache.get(name)[documents.row_D] for name in names)
         if cache is not None:
             self._remember(names, projected, tails, documents, cache)
-        return [self._heads(x_MP) for x_MP in short_conv(projected, taps, documents, tails, self.config.kernels)]
+
+        def convolve(*projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return short_conv(projected, taps, documents, tails, self.config.kernels)
+
+        return projected, convolve
 
     def _remember(self, names, projected, tails, documents: Documents, cache: LayerCache) -> None:
         _, tail_XW = documents.window(self.conv_width)

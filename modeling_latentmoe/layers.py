@@ -3,6 +3,7 @@
 Legend: D model width, F hidden width.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from .configuration_latentmoe import LatentMoETextConfig
 from .ops import glu, rms_norm
+from .recompute import recomputed
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +38,10 @@ class MLP(nn.Module):
         self.config = config
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.config))
+        inputs, activate = (self.gate_proj(x), self.up_proj(x)), partial(glu, config=self.config)
+        h = activate(*inputs)
+        with recomputed(h, activate, *inputs):
+            return self.down_proj(h)
 
 
 class Float32Parameters(nn.Module):

@@ -21,6 +21,7 @@ from .documents import Documents
 from .indexer import Choice, LightningIndexer, divergence
 from .layers import Float32Parameters, RMSNorm
 from .ops import Heads, attention, causal_attention, sparse_attention
+from .recompute import recomputed
 from .sparse import Teacher
 
 # The released model builds these two norms without passing rms_norm_eps, so their class default holds.
@@ -85,9 +86,12 @@ class GatedLatentAttention(Float32Parameters):
             out = self._dense(q_BTNH, latent_BSL, documents)
         else:
             out, choice = self._indexed(q_BTNH, latent_BSL, documents, choice)
-        if self.config.mla_use_output_gate:
-            out = out * torch.sigmoid(self.g_proj(x_BTD))
-        return self.o_proj(out), choice
+        if not self.config.mla_use_output_gate:
+            return self.o_proj(out), choice
+        factors = out, torch.sigmoid(self.g_proj(x_BTD))
+        gated = torch.mul(*factors)
+        with recomputed(gated, torch.mul, *factors):
+            return self.o_proj(gated), choice
 
     def project(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query latent [B, T, Q], queries [B, T, N, H] and what the cache keeps of keys and values [B, T, L]."""
@@ -145,26 +149,32 @@ class GatedLatentAttention(Float32Parameters):
         chosen: list[bool] | None = None,
     ) -> torch.Tensor:
         """Attention to all visible keys, [B, T, N * V]; chosen: in which documents, zeros elsewhere."""
-        k_BNSH, v_BNSH = self._expand(latent_BSL)
+        own_BNSH, extra_BNSH, v_BNSH = self._expand(latent_BSL)
+        k_BNSH = _join(own_BNSH, extra_BNSH)
         qkv = q_BTNH.transpose(1, 2), k_BNSH, v_BNSH
         fused, sink_N = self.config._attn_implementation == "sdpa", self.learnable_sink_param
-        if documents.past_ids_BP is None:
-            kernels = self.config.kernels
-            out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen, kernels)
-        else:
-            out_BNTH = attention(*qkv, documents.attention_mask_BTS, self.scale, fused, sink_N)
+        with recomputed(k_BNSH, _join, own_BNSH, extra_BNSH):
+            if documents.past_ids_BP is None:
+                kernels = self.config.kernels
+                out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen, kernels)
+            else:
+                out_BNTH = attention(*qkv, documents.attention_mask_BTS, self.scale, fused, sink_N)
         return out_BNTH.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def _heads(self, q_BTNH: torch.Tensor, latent_BSL: torch.Tensor, documents: Documents) -> Heads:
         """Dense attention over the packed tokens, as a teacher."""
-        expanded = (documents.pack_keys(x.transpose(1, 2)) for x in self._expand(latent_BSL))
+        *parts, v_BNSH = self._expand(latent_BSL)
+        expanded = (documents.pack_keys(x.transpose(1, 2)) for x in (_join(*parts), v_BNSH))
         return Heads(documents.pack(q_BTNH), *expanded)
 
-    def _expand(self, latent_BSL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents -> keys [B, N, S, H] (own part and the part all heads share) and values [B, N, S, H]."""
+    def _expand(self, latent_BSL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Latents -> both parts of keys, their own and the one that all heads share, and values, [B, N, S, H] each."""
         latent, extra = latent_BSL.split([self.latent_dim, self.shared_dim], dim=-1)
         kv = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k, v = kv.split([self.nope_dim, self.value_dim], dim=-1)
-        extra = extra.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
-        return torch.cat([k, extra], dim=-1), v
+        return k, extra.unsqueeze(1).expand(-1, self.num_heads, -1, -1), v
+
+
+def _join(own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    return torch.cat([own, shared], dim=-1)

@@ -15,9 +15,11 @@ Legend: B batch, T tokens, D model width, V vocabulary, E experts, I images.
 import copy
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,7 @@ from .mla import GatedLatentAttention
 from .moe import Experts, LatentMoE, Router
 from .mxfp4 import assert_packed
 from .ops import linear_cross_entropy
+from .recompute import recomputed
 from .saving import staged
 from .vision import PositionEmbedding, Projector, VisionTower
 
@@ -117,24 +120,47 @@ class LatentMoEDecoderLayer(GradientCheckpointingLayer):
 
         Returns the new stream, snapshots and choice, then router logits [B * T, E] and expert load [E] (None if dense).
         """
-        kernels = self.config.kernels
-        x = mix((*snapshots, stream_BTD), self.self_attention_res_proj, self.self_attention_res_norm, kernels)
+        sources = *snapshots, stream_BTD
         if self.starts_block:
-            snapshots, stream_BTD = (*snapshots, stream_BTD), None
+            snapshots, stream_BTD = sources, None
+        residual = self.self_attention_res_proj, self.self_attention_res_norm, self.input_layernorm
         if self.is_linear:
-            attended = self.self_attn(self.input_layernorm(x), documents, cache)
+            attended = self._read(sources, *residual, lambda x: self.self_attn(x, documents, cache))
         else:
-            attended, chosen = self.self_attn(self.input_layernorm(x), documents, cache, choice)
+            attended, chosen = self._read(sources, *residual, lambda x: self.self_attn(x, documents, cache, choice))
             choice = choice if chosen is None else chosen
         stream_BTD = attended if stream_BTD is None else stream_BTD + attended
+        # The feed-forward needs the most memory.
+        del attended
 
-        y = mix((*snapshots, stream_BTD), self.mlp_res_proj, self.mlp_res_norm, kernels)
-        y = self.post_attention_layernorm(y)
+        sources = *snapshots, stream_BTD
+        residual = self.mlp_res_proj, self.mlp_res_norm, self.post_attention_layernorm
         if self.is_moe:
-            fed, router_logits, load = self.block_sparse_moe(y, documents.valid_BT)
+            feed = partial(self.block_sparse_moe, valid_BT=documents.valid_BT)
+            fed, router_logits, load = self._read(sources, *residual, feed)
         else:
-            fed, router_logits, load = self.mlp(y), None, None
+            fed, router_logits, load = self._read(sources, *residual, self.mlp), None, None
         return stream_BTD + fed, snapshots, choice, router_logits, load
+
+    def _read(
+        self,
+        sources: tuple[torch.Tensor, ...],
+        proj: ResidualProjection,
+        residual_norm: ResidualNorm,
+        norm: RMSNorm,
+        sublayer: Callable[[torch.Tensor], Any],
+    ) -> Any:
+        """sublayer(norm(mixture of the sources)); for backward only the sources are kept."""
+
+        def mixture(*sources: torch.Tensor) -> torch.Tensor:
+            return mix(sources, proj, residual_norm, self.config.kernels)
+
+        mixed = mixture(*sources)
+        with recomputed(mixed, mixture, *sources):
+            normed = norm(mixed)
+            with recomputed(normed, norm, mixed):
+                del mixed
+                return sublayer(normed)
 
 
 class LatentMoEPreTrainedModel(PreTrainedModel):
@@ -326,23 +352,26 @@ class LatentMoEModel(LatentMoEPreTrainedModel):
             past_ids=None if cache is None else cache.ids_BS,
         )
         cache = self._cache_for(documents, cache, use_cache)
+        want_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        want_logits = self.config.output_router_logits if output_router_logits is None else output_router_logits
         snapshots, choice = (), None
         streams, all_router_logits, loads = [], [], []
         for i, layer in enumerate(self.layers):
-            streams.append(stream)
+            if want_hidden:
+                streams.append(stream)
             layer_cache = None if cache is None else cache.layers[i]
             stream, snapshots, choice, router_logits, load = layer(
                 stream, snapshots, choice, documents, cache=layer_cache
             )
             if load is not None:
-                all_router_logits.append(router_logits)
                 loads.append(load)
+                # Of all experts in fp32: those of all layers would need more memory than any layer.
+                if want_logits:
+                    all_router_logits.append(router_logits)
         if cache is not None:
             cache.remember(documents.ids_BT)
         mixed = mix((*snapshots, stream), self.output_attn_res_proj, self.output_attn_res_norm, self.config.kernels)
         h = self.norm(mixed)
-        want_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        want_logits = self.config.output_router_logits if output_router_logits is None else output_router_logits
         return LatentMoEOutput(
             last_hidden_state=h,
             hidden_states=(*streams, h) if want_hidden else None,

@@ -16,6 +16,7 @@ from .expert_lora import LogicalShapes, unwrap_experts
 from .layers import MLP, Float32Parameters, RMSNorm, WideProduct
 from .mxfp4 import encode
 from .ops import ExpertMatrices, LowRank, expert_mlp, route
+from .recompute import recomputed
 
 
 class Router(Float32Parameters):
@@ -216,6 +217,8 @@ class LatentMoE(nn.Module):
         experts, adapters = unwrap_experts(self.experts, Experts)
         sum_RL = experts(dispatched.x_RL, dispatched.ids_RS, dispatched.weights_RS, adapters)
         sum_TL = self.exchange.combine(sum_RL, dispatched)
-        if self.routed_expert_norm is not None:
-            sum_TL = self.routed_expert_norm(sum_TL)
-        return sum_TL if self.routed_expert_up_proj is None else self.routed_expert_up_proj(sum_TL)
+        if self.routed_expert_norm is None:
+            return sum_TL if self.routed_expert_up_proj is None else self.routed_expert_up_proj(sum_TL)
+        normed_TL = self.routed_expert_norm(sum_TL)
+        with recomputed(normed_TL, self.routed_expert_norm, sum_TL):
+            return self.routed_expert_up_proj(normed_TL)

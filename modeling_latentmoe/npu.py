@@ -143,7 +143,7 @@ def causal_attention(
 
     if not serves("causal_attention", choice, q_BNTK, ("npu_fusion_attention",), problem):
         return None
-    q_MNK, k_MNK, v_MNV = (documents.pack(x.transpose(1, 2)) for x in (q_BNTK, k_BNTK, v_BNTV))
+    q_MNK, k_MNK, v_MNV = (documents.pack(x.transpose(1, 2)).contiguous() for x in (q_BNTK, k_BNTK, v_BNTV))
     place_M = None
     if chosen is not None:
         computed_D = torch.tensor(chosen, device=q_MNK.device)

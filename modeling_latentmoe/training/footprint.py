@@ -1,8 +1,9 @@
 """Memory of one process in a training step, in bytes: what it holds all the time, and what a step adds to that.
 
 Weights, adapters and moments are those of layout.py, to the byte. The rest is counted from the config, per token: what
-each layer keeps for backward with kernels in use (the torch definitions keep more), what passes through memory beside
-it, and the layers that FSDP gathers for a moment. Experts count as evenly chosen, pictures not at all.
+each layer keeps for backward with kernels in use (the torch definitions keep more; recompute.py says what is not kept),
+what passes through memory beside it, and the layers that FSDP gathers for a moment. Experts count as evenly chosen,
+pictures not at all.
 
 Legend: D model width, N heads in attention, V width of their values, Q query latent.
 """
@@ -149,9 +150,9 @@ def layer_bytes(config: LatentMoETextConfig, layer: int, work: Work) -> float:
     D, width = config.hidden_size, work.width
     kind = config.layer_types[layer]
     mixer = _kda(config) * width if kind == LINEAR else _attention(config, kind == INDEXED, width)
-    feed = _experts(config, work) if config.is_moe_layer(layer) else 3 * config.intermediate_size * width
-    # twice a mixture, its norm, and the stream behind the sub-layer
-    return mixer + feed + 6 * D * width
+    feed = _experts(config, work) if config.is_moe_layer(layer) else 2 * config.intermediate_size * width
+    # the streams behind both sub-layers
+    return mixer + feed + 2 * D * width
 
 
 def kept_bytes(config: LatentMoETextConfig, layer: int, work: Work) -> float:
@@ -172,22 +173,26 @@ def kept_bytes(config: LatentMoETextConfig, layer: int, work: Work) -> float:
     return kept
 
 
+def _channels(config: LatentMoETextConfig) -> int:
+    """Of all heads of KDA."""
+    return config.linear_attn_config["num_heads"] * config.linear_attn_config["head_dim"]
+
+
 def _kda(config: LatentMoETextConfig) -> int:
-    """Numbers: q, k, v before and behind their convolutions, decay, output, gate, and their product."""
-    return 10 * config.linear_attn_config["num_heads"] * config.linear_attn_config["head_dim"]
+    """Numbers: q, k, v before their convolutions, decay, output and gate."""
+    return 6 * _channels(config)
 
 
 def _attention(config: LatentMoETextConfig, indexed: bool, width: int) -> int:
     N, V, Q = config.num_attention_heads, config.v_head_dim, config.q_lora_rank
     nope, shared, latent = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-    # query latent before and behind its norm, queries, latent before and behind its norm and joined; then output, gate
-    # and their product
-    numbers = 2 * Q + N * (nope + shared) + 3 * (latent + shared) + 3 * N * V
+    # query latent before and behind its norm, queries, latent before and behind its norm and joined; output and gate
+    numbers = 2 * Q + N * (nope + shared) + 3 * (latent + shared) + 2 * N * V
     if indexed:
         # absorbed queries and outputs, chosen keys
         return (numbers + N * (2 * latent + shared)) * width + 4 * config.index_topk + 4 * N
-    # keys and values as they are expanded, and keys with the part that all heads share
-    return (numbers + N * (nope + V) + N * (nope + shared)) * width + 4 * N
+    # keys and values as they are expanded
+    return (numbers + N * (nope + V)) * width + 4 * N
 
 
 def _experts(config: LatentMoETextConfig, work: Work) -> float:
@@ -196,35 +201,50 @@ def _experts(config: LatentMoETextConfig, work: Work) -> float:
     ranks = ranks_of_token(config, work.ep)
     # rows with the ids and weights of their experts, where they are computed; gates and ups of every chosen expert
     routed = ranks * (latent * width + 12 * chosen) + chosen * 2 * hidden * width
-    # behind the experts: their sum and its norm; gates, ups and products of shared experts
-    return routed + (2 * latent + 3 * shared * hidden) * width
+    # behind the experts: their sum; gates and ups of shared experts
+    return routed + (latent + 2 * shared * hidden) * width
 
 
 def passing_bytes(config: LatentMoETextConfig, work: Work) -> int:
-    """The most that is held beside activations at a time: by backward of some layer, by the router's logits of all
-    layers at the end of forward, or by the loss."""
-    width, chosen, latent = work.width, config.num_experts_per_token or 0, config.expert_hidden_size
-    kinds = set(config.layer_types)
-    token = 0.0
-    if LINEAR in kinds:
-        token = max(token, KDA_BYTES / 2 * width * _kda(config) / 10)
-    if kinds - {LINEAR}:
-        heads = config.num_attention_heads
-        keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        # gradients of queries, keys, values and outputs, and those of queries once more in fp32
-        token = max(token, heads * ((2 * keys + 2 * values) * width + 4 * keys))
-    fixed, routed = 0, moe_layers(config)
-    if routed < config.num_hidden_layers:
-        token = max(token, 4.0 * config.intermediate_size * width)
-    if routed:
-        ranks, hidden = ranks_of_token(config, work.ep), config.moe_intermediate_size
-        # backward: activations and their gradients, then the gradients of rows; sums and their gradients, fp32 and not
-        backward = chosen * max(4 * hidden, 3 * hidden + latent) * width + ranks * latent * (4 + width)
-        # sums in fp32: as they are, as they leave, and twice as they arrive
-        travelling = 16 * ranks * latent if work.ep > 1 else 0.0
-        token = max(token, backward, travelling)
-        if work.packed and work.tokens * chosen * work.ep >= DECODED_ROWS * config.num_experts:
-            held = -(-config.num_experts // work.ep) * 3 * latent * hidden * width
-            fixed = min(DECODED_BYTES, held)
-    logits = 4 * routed * (config.num_experts or 0)
-    return int(max(work.tokens * token + fixed, work.tokens * logits, LOSS_BYTES))
+    """The most that is held beside `activation_bytes` at a time: by backward of some layer, whose successors need
+    nothing any more, or by the loss."""
+    layers = range(config.num_hidden_layers)
+    needed, beside = ([count(config, layer, work) for layer in layers] for count in (layer_bytes, _beside))
+    if work.checkpointing == "none":
+        token = max(beside[layer] - sum(needed[layer + 1 :]) for layer in layers)
+    else:
+        token = max(map(sum, zip(needed, beside, strict=True))) - max(needed)
+    fixed, experts = 0, config.num_experts or 0
+    rows = work.tokens * (config.num_experts_per_token or 0) * work.ep
+    if moe_layers(config) and work.packed and rows >= DECODED_ROWS * experts:
+        held = -(-experts // work.ep) * 3 * config.expert_hidden_size * config.moe_intermediate_size * work.width
+        fixed = min(DECODED_BYTES, held)
+    return int(max(work.tokens * token + fixed, LOSS_BYTES))
+
+
+def _beside(config: LatentMoETextConfig, layer: int, work: Work) -> float:
+    """What comes and goes in backward of one layer beside `layer_bytes`, per token: in its feed-forward, or in its
+    mixer, when the feed-forward needs nothing any more."""
+    mixer = _mixer_beside(config, layer, work.width)
+    if not config.is_moe_layer(layer):
+        return max(4 * config.intermediate_size * work.width, mixer - 2 * config.intermediate_size * work.width)
+    return max(_experts_beside(config, work), mixer - _experts(config, work))
+
+
+def _mixer_beside(config: LatentMoETextConfig, layer: int, width: int) -> float:
+    if config.layer_types[layer] == LINEAR:
+        # with q, k, v behind their convolutions, computed again
+        return (KDA_BYTES / 2 + 3) * width * _channels(config)
+    keys, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    # keys, computed again; gradients of queries, keys, values and outputs, and those of queries once more in fp32
+    return config.num_attention_heads * ((3 * keys + 2 * values) * width + 4 * keys)
+
+
+def _experts_beside(config: LatentMoETextConfig, work: Work) -> float:
+    width, chosen, latent = work.width, config.num_experts_per_token, config.expert_hidden_size
+    ranks = ranks_of_token(config, work.ep)
+    # rows of the output's gradient and the gradients of activations, before those of gates and ups take their place;
+    # sums and their gradients, fp32 and not
+    backward = chosen * (config.moe_intermediate_size + latent) * width + ranks * latent * (4 + width)
+    # sums in fp32: as they are, as they leave, and twice as they arrive
+    return max(backward, 16 * ranks * latent if work.ep > 1 else 0.0)

@@ -379,11 +379,13 @@ def test_mistakes_are_one_line(switches: list[str], message: str, capsys: pytest
 
 
 def test_the_released_model() -> None:
-    """128 devices of 64 GiB hold it at --ep 64 and 128 only; 8 of 141 GB only with experts in host memory."""
+    """128 devices of 64 GiB hold it at --ep 64 and 128 only; 8 of 141 GB only with experts in host memory. At 128 dense
+    layers are shared out over all, or over the 8 of a machine."""
     model = build_share(LatentMoEConfig.kimi_k3(), torch.bfloat16, Adapter(16, 4), 0, 1)
     many = Wish(Machine(128), 64 * GIB, 0, 32768, 8192, 1.0)
     assert [(x.ep, x.rows, x.checkpointing, x.packed) for x in plan(model, OPERATORS, many)] == [
         (64, 1, "full", True),
+        (128, 1, "full", True),
         (128, 1, "full", True),
     ]
     few = many._replace(machine=Machine(8), memory=141 * 10**9)

@@ -203,9 +203,9 @@ def test_teacher_is_the_attention_of_the_layer(make_tiny, small):
         c = attention.q_a_layernorm(attention.q_a_proj(x))
         q = attention.q_b_proj(c).unflatten(-1, (4, -1)).transpose(1, 2)
         latent, extra = attention.kv_a_proj_with_mqa(x).split([attention.latent_dim, attention.shared_dim], dim=-1)
-        k, _ = attention._expand(torch.cat([attention.kv_a_layernorm(latent), extra], dim=-1))
+        *parts, _ = attention._expand(torch.cat([attention.kv_a_layernorm(latent), extra], dim=-1))
         own = torch.nn.functional.scaled_dot_product_attention(
-            q, k, spelled, attn_mask=documents.attention_mask_BTS[:, None], scale=attention.scale
+            q, torch.cat(parts, dim=-1), spelled, attn_mask=documents.attention_mask_BTS[:, None], scale=attention.scale
         )
     torch.testing.assert_close(teacher, own.mean(1)[..., :9], rtol=0, atol=1e-12)
 

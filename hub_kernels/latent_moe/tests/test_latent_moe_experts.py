@@ -1,5 +1,7 @@
 """The expert MLP against its definition: values and gradients, packed and float, adapters, ragged groups, refusals."""
 
+import contextlib
+
 import pytest
 import torch
 from latent_moe import layers, mlp
@@ -195,6 +197,29 @@ def test_recomputed_activations_are_the_same(device):
     case = Case((3, 5), 64, 32, torch.float32, device, rank=2)
     for x, y in zip(case.run(expert_mlp), case.run(expert_mlp, save_activations=False), strict=True):
         assert torch.equal(x, y)
+
+
+def test_a_second_backward_through_the_same_graph(device):
+    """The first one overwrites gates and ups, also where hooks hide that from autograd; checkpointing has them anew."""
+    case = Case((3, 5), 64, 32, torch.float32, device, rank=2)
+
+    def step(x, weights):
+        return expert_mlp(x, case.rows, weights, case.gate_up, case.down, **SITU)
+
+    want = case.run(expert_mlp)[1:3]
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    for around in (contextlib.nullcontext(), hooks, None):
+        x, weights = case.x.clone().requires_grad_(), case.weights.clone().requires_grad_()
+        if around is None:
+            out = torch.utils.checkpoint.checkpoint(step, x, weights, use_reentrant=False)
+        else:
+            with around:
+                out = step(x, weights)
+        for _ in range(3):
+            for gradient, wanted in zip(
+                torch.autograd.grad(out, (x, weights), case.gradient, retain_graph=True), want, strict=True
+            ):
+                assert torch.equal(gradient, wanted)
 
 
 def test_decoding_into_the_workspace(device, monkeypatch):

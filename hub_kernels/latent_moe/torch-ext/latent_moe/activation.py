@@ -67,10 +67,12 @@ def activate_backward(g, u, dh, beta, linear_beta, ACTIVATION: tl.constexpr, FAS
 
 @triton.jit(do_not_specialize=["R"])
 def activation_backward_kernel(
-    gate_up, dh, slots, weights, offsets, dgate_up, dots, h, R, beta, linear_beta,
-    E: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr, BF: tl.constexpr,
+    gate_up, dh, slots, weights, offsets, dots, R, beta, linear_beta,
+    E: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, FAST: tl.constexpr,
+    BF: tl.constexpr,
 ):  # fmt: skip
-    """Of every row: dots = dh . h, the gradient of its weight w, and dgate_up from w dh; also h if asked to."""
+    """Of every row: dots = dh . h, the gradient of its weight w. In place, an element after it was read: the gradients
+    of gates and ups, from w dh, and if KEEP h instead of dh."""
     i_r = tl.program_id(0).to(tl.int64)
     if i_r >= tl.load(offsets + E):
         return
@@ -84,11 +86,11 @@ def activation_backward_kernel(
         b_dh = tl.load(dh + i_r * F + o_f, mask=m_f, other=0.0).to(tl.float32)
         b_h, b_dg, b_du = activate_backward(b_g, b_u, b_dh, beta, linear_beta, ACTIVATION, FAST)
         b_dot += b_dh * b_h
-        p_d = dgate_up + i_r * (2 * F) + o_f
-        tl.store(p_d, (b_w * b_dg).to(dgate_up.dtype.element_ty), mask=m_f)
-        tl.store(p_d + F, (b_w * b_du).to(dgate_up.dtype.element_ty), mask=m_f)
-        if h is not None:
-            tl.store(h + i_r * F + o_f, b_h.to(h.dtype.element_ty), mask=m_f)
+        p_d = gate_up + i_r * (2 * F) + o_f
+        tl.store(p_d, (b_w * b_dg).to(gate_up.dtype.element_ty), mask=m_f)
+        tl.store(p_d + F, (b_w * b_du).to(gate_up.dtype.element_ty), mask=m_f)
+        if KEEP:
+            tl.store(dh + i_r * F + o_f, b_h.to(dh.dtype.element_ty), mask=m_f)
     tl.store(dots + i_r, tl.sum(b_dot, 0))
 
 

@@ -66,7 +66,8 @@ def _(
     return torch.empty_like(x_TL, dtype=torch.float32), gate_up_RF, low(gate_up_a), low(down_a)
 
 
-@torch.library.custom_op(op("expert_mlp_backward"), mutates_args=())
+# The largest tensor of all serves twice: gates and ups become their gradients.
+@torch.library.custom_op(op("expert_mlp_backward"), mutates_args=("gate_up_RF",))
 def _expert_mlp_backward(
     dout_TL: torch.Tensor,
     x_TL: torch.Tensor,
@@ -91,7 +92,8 @@ def _expert_mlp_backward(
     gate_up_RF: torch.Tensor,
     low_gate_up_RP: torch.Tensor,
     low_down_RP: torch.Tensor,
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`mlp.Gradients`, those of absent factors empty: torch.compile knows no lists of an operator that overwrites."""
     first = Matrices(gate_up, gate_up_scale, gate_up_a, gate_up_b, gate_up_scaling)
     second = Matrices(down, down_scale, down_a, down_b, down_scaling)
     plan = Plan(slot_R, row_TS, offset, activation, beta, linear_beta)
@@ -102,7 +104,7 @@ def _expert_mlp_backward(
     )
     with torch.cuda.device_of(x_TL):
         gradients = mlp.backward(dout_TL.contiguous(), x_TL, weights_TS, first, second, plan, kept)
-    return [x for x in gradients if x is not None]
+    return tuple(x_TL.new_empty(0) if x is None else x for x in gradients)
 
 
 @_expert_mlp_backward.register_fake
@@ -111,8 +113,9 @@ def _(
     down, down_scale, down_a, down_b, down_scaling, activation, beta, linear_beta, keep, gate_up_RF, low_gate_up_RP,
     low_down_RP,
 ):  # fmt: skip
-    factors = (x.new_empty(x.shape) for x in (gate_up_a, gate_up_b, down_a, down_b) if x is not None)
-    return [torch.empty_like(x_TL), torch.empty_like(weights_TS), *factors]
+    factors = (gate_up_a, gate_up_b, down_a, down_b)
+    factors = (x_TL.new_empty(0) if x is None else x.new_empty(x.shape) for x in factors)
+    return torch.empty_like(x_TL), torch.empty_like(weights_TS), *factors
 
 
 # Where the differentiable inputs of the operator are, in the order of `mlp.Gradients`.
@@ -127,6 +130,7 @@ def _save(ctx, inputs, output):
     tensors = [x if isinstance(x, torch.Tensor) else None for x in inputs]
     ctx.save_for_backward(*tensors, *kept)
     ctx.others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+    ctx.spent = False
 
 
 def _backward(ctx, dout_TL, *_):
@@ -136,12 +140,14 @@ def _backward(ctx, dout_TL, *_):
     # Read once: activation checkpointing refuses to give them twice.
     saved = ctx.saved_tensors
     tensors, kept = saved[: len(ctx.others)], saved[len(ctx.others) :]
-    inputs = [other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)]
-    gradients = iter(_expert_mlp_backward(dout_TL, *inputs, *kept))
-    for place in _DIFFERENTIABLE:
-        if inputs[place] is not None:
-            gradient = next(gradients)
-            results[place] = gradient if ctx.needs_input_grad[place] else None
+    *inputs, keep = (other if x is None else x for x, other in zip(tensors, ctx.others, strict=True))
+    gate_up_RF, *low = kept
+    # Backward overwrites gates and ups, which the saved tensor may not know: a second one through the same graph (of
+    # retain_graph) computes them again.
+    gradients = _expert_mlp_backward(dout_TL, *inputs, keep and not ctx.spent, gate_up_RF.data, *low)
+    ctx.spent = True
+    for place, gradient in zip(_DIFFERENTIABLE, gradients, strict=True):
+        results[place] = gradient if ctx.needs_input_grad[place] else None
     return tuple(results)
 
 

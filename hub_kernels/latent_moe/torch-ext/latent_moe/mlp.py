@@ -253,6 +253,7 @@ def forward(
     if down.a is not None:
         low_2 = low_rank(h, None, plan.offset, down.a, 1, R, ordered)
     y_RL = _forward(h, low_2, down, plan)
+    del h
     out_TL, _ = sum_slots(y_RL, plan.row_TS, weights_TS, torch.float32)
     return out_TL, Kept(gu_RF, low_1, low_2)
 
@@ -277,6 +278,7 @@ def backward(
     plan: Plan,
     kept: Kept,
 ) -> Gradients:
+    """Gates and ups that were kept are lost: their gradients take their place."""
     R, slots, offset, slot_R = plan.rows, plan.slots, plan.offset, plan.slot_R
     E, N, _ = gate_up.shape
     F = N // 2
@@ -286,18 +288,19 @@ def backward(
         _, gu_RF = _gate_up(x_TL, kept.low_gate_up_RP, gate_up, plan, keep=True, ordered=False)
     low_2 = None if down.a is None else low_rank(dy_TL, slot_R, offset, down.b, slots, R)
     dh_RF = _backward(dy_TL, slot_R, low_2, down, plan)
-    dgu_RF, dots_R = torch.empty_like(gu_RF), gu_RF.new_empty(R, dtype=torch.float32)
-    h_RF = None if down.a is None else torch.empty_like(dh_RF)
+    dots_R = gu_RF.new_empty(R, dtype=torch.float32)
     BF = min(2048, next_power_of_2(F))
     activation_backward_kernel[(R,)](
-        gu_RF, dh_RF, slot_R, weights_TS, offset, dgu_RF, dots_R, h_RF, R, **plan.act(), E=E, F=F,
-        FAST=fast(x_TL.dtype), BF=BF, num_warps=max(1, BF // 256),
+        gu_RF, dh_RF, slot_R, weights_TS, offset, dots_R, R, **plan.act(), E=E, F=F,
+        KEEP=down.a is not None, FAST=fast(x_TL.dtype), BF=BF, num_warps=max(1, BF // 256),
     )  # fmt: skip
+    dgu_RF, h_RF = gu_RF, dh_RF
     del gu_RF, dh_RF
     da_1 = db_1 = da_2 = db_2 = low_1 = None
     if down.a is not None:
         da_2 = factor_gradient(low_2, h_RF, slot_R, weights_TS, offset, down.a, down.scaling, slots, False)
         db_2 = factor_gradient(kept.low_down_RP, dy_TL, slot_R, weights_TS, offset, down.b, down.scaling, slots, True)
+    del h_RF
     if gate_up.a is not None:
         low_1 = low_rank(dgu_RF, None, offset, gate_up.b, 1, R)
         da_1 = factor_gradient(low_1, x_TL, slot_R, None, offset, gate_up.a, gate_up.scaling, slots, True)

@@ -1,0 +1,1 @@
+../recompute.py
