@@ -181,7 +181,9 @@ def test_outputs(case, dtype):
             assert ours[name][:, bounds[-1] :].isnan().all(), name
         x, y, true = ours[name][written], others[name][written], true[written]
         assert x.isfinite().all(), name
-        error, other = ((z.double() - true).norm() / true.norm().clamp_min(1e-30) for z in (x, y))
+        # Sums of log decays, of which each is about 1, may be zero.
+        size = true.norm().clamp_min(1.0 if name == "sums" else 1e-30)
+        error, other = ((z.double() - true).norm() / size for z in (x, y))
         assert error <= max(1.1 * other, 2e-5), f"{name}: {error:.1e}, the other kernels {other:.1e}"
         assert torch.equal(x, again[name][written]), name
         if forward[name] is not None:

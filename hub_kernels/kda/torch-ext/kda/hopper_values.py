@@ -24,13 +24,12 @@ from .hopper_recurrence import TILE, D
 from .scores import LIFT
 from .tiles import BT
 
-WARPS = gl.constexpr(8)
-# Accumulators [BT, D] and [BT, BT], whose columns two warpgroups share, left operands, and rows as they are stored.
-BY_KEY = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
-BY_TOKEN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+# Accumulators [BT, D] and [BT, BT], left operands of such, and rows as they are stored.
+BY_KEY = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+BY_TOKEN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, BY_KEY, 2))
 LEFT_OF_TOKENS = gl.constexpr(gl.DotOperandLayout(0, BY_TOKEN, 2))
-WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+WIDE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @triton.jit

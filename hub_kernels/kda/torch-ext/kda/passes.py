@@ -51,6 +51,8 @@ class Chunks(NamedTuple):
 class Passes:
     """Those of one call. Arguments that are results are written to."""
 
+    solve_settings = SOLVE
+
     def __init__(self, q, v, cu_seqlens, lower_bound):
         B, T, self.H, self.K = q.shape
         self.V, self.M, self.device = v.shape[-1], B * T, q.device
@@ -75,8 +77,9 @@ class Passes:
         work = self.scores(q, k, f, A_log, dt_bias, backward)
         solve, inverse = torch.empty_like(work.keys), torch.empty_like(work.keys) if backward else None
         solve_kernel[(self.N * self.H,)](
-            beta, self.chunks, work.keys, solve, inverse, self.M, self.H, BACKWARD=backward, EXACT=self.exact, **SOLVE
-        )
+            beta, self.chunks, work.keys, solve, inverse,
+            self.M, self.H, BACKWARD=backward, EXACT=self.exact, **self.solve_settings,
+        )  # fmt: skip
         return work._replace(solve=solve, inverse=inverse)
 
     def new_chunks(self, decays: bool) -> Chunks:
