@@ -21,12 +21,18 @@ PARTS = {"KDA": "kda", "attention": "attention", "low rank": "low_rank", "mixtur
 def calibrated(table: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
     """`table` with the operators that two recorded steps measure; the others stay as they are.
 
-    records: of results/h200.json. ValueError unless they have steps of as many tokens with few and with more experts.
+    records: of results/h200.json. ValueError unless they have steps of as many tokens with few and with more experts,
+    of the same commit: differences between other steps are not those of the experts.
     """
     config = LatentMoEConfig.kimi_k3().get_text_config()
     tokens, steps, entry = _steps(records)
     few, more = min(steps), max(steps)
     ms, more_ms = steps[few]["parts_ms"], steps[more]["parts_ms"]
+    if len(commits := {steps[few]["commit"], steps[more]["commit"]}) > 1:
+        raise ValueError(
+            f"steps of {tokens} tokens with {few} and {more} experts are of commits {' and '.join(sorted(commits))}: "
+            "measure both at one"
+        )
     slots = tokens * config.num_experts_per_token
     rows, more_rows = slots + TILE_ROWS * few, slots + TILE_ROWS * more
     # both steps take rows * a + experts * b
@@ -52,7 +58,7 @@ def _steps(records: list[dict[str, Any]]) -> tuple[int, dict[int, dict[str, Any]
     for entry in records:
         for row in entry["rows"]:
             if row["op"] == STEP and (shape := SHAPE.fullmatch(row["shape"])):
-                found.setdefault(int(shape[1]), {})[int(shape[2])] = row
+                found.setdefault(int(shape[1]), {})[int(shape[2])] = row | {"commit": entry["commit"]}
                 where[int(shape[1])] = entry
     tokens = min((tokens for tokens, steps in found.items() if len(steps) > 1), default=0)
     if not tokens:

@@ -160,6 +160,9 @@ def test_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     records.write_text(json.dumps([measured(112)]))
     assert script.main(["--calibrate", str(records), "--operators", str(operators)]) == 2
     assert "two steps are needed" in capsys.readouterr().err
+    records.write_text(json.dumps([measured(896) | {"commit": "c"}, measured(112)]))
+    assert script.main(["--calibrate", str(records), "--operators", str(operators)]) == 2
+    assert "are of commits b and c: measure both at one" in capsys.readouterr().err
 
 
 def test_computing_again() -> None:
