@@ -3,8 +3,8 @@
 With G the running sum of the log decay in the chunk, q and k of unit length, a the triangle beta_i k_i.k_j
 exp(G_i - G_j) and T = (1 + a)^-1, the recurrence over chunks needs only products with the state S:
 
-    u - w S        the corrected values, u = T (beta v), w = T (beta k exp(G))
-    q_in           q K^-1/2 exp(G), reads the state at the chunk's start
+    q_in, k_in     q K^-1/2 exp(G) and k exp(G), read the state at the chunk's start
+    solve          T beta, makes the values that tokens add of v - k_in S
     attend         q_i.k_j K^-1/2 exp(G_i - G_j), reads the chunk's own values
     k_out, decay   k exp(G_end - G) writes the values, exp(G_end) fades the state
 
