@@ -19,11 +19,12 @@ def recomputed(
     backward computes function(*inputs) again: to the same bits, and once for all that need it.
 
     outputs: what function(*inputs) gave, one tensor or several. Those that lie in the memory of an input, as where the
-    function had nothing to do, are kept. The function draws no random numbers, and what it needs beside `inputs`, such
-    as weights, is there in backward. These nest, also in activation checkpointing and other hooks on saved tensors: the
-    hooks around are given what is kept here.
+    function had nothing to do, are kept. The function draws no random numbers; what it needs beside `inputs`, such as
+    weights, is there in backward, and neither is changed in between, which nothing checks. These nest, also in
+    activation checkpointing and other hooks on saved tensors: the hooks around are given what is kept here. What is
+    compiled keeps what its compiler chooses.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
     return _Hooks(_Again((outputs,) if isinstance(outputs, torch.Tensor) else outputs, function, inputs))
 

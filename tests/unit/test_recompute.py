@@ -217,6 +217,22 @@ def test_nothing_waits_for_the_garbage_collector(checkpointed: bool) -> None:
         gc.enable()
 
 
+def test_compiles_as_one_graph() -> None:
+    """A compiler decides itself what is kept: hooks on saved tensors would break its graph."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x.sigmoid()
+        with recomputed(y, torch.sigmoid, x):
+            return y @ w
+
+    given = [torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    expected = function(*given)
+    found = torch.compile(function, backend="aot_eager", fullgraph=True)(*given)
+    assert torch.equal(found, expected)
+    for x, y in zip(torch.autograd.grad(found.sum(), given), torch.autograd.grad(expected.sum(), given), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=0)
+
+
 def test_without_gradients_there_is_nothing_to_do() -> None:
     x, weight = inputs()
     function = Counted()

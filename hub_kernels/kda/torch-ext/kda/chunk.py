@@ -5,14 +5,16 @@ Legend: B batch, T tokens, M = B * T tokens of all documents in order, X documen
 """
 
 import torch
+import triton
 
 from ._ops import op
 from .passes import WIDTHS, Passes
 from .tiles import BT
 
-try:
+# Earlier versions have no Gluon, or one with other functions.
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6):
     from .hopper import HopperPasses
-except ImportError:  # Triton without Gluon.
+else:
     HopperPasses = None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -29,7 +29,7 @@ logging.getLogger(__name__).info(
 
 
 def rows(x: torch.Tensor, width: int, height: int = 64) -> TensorDescriptor:
-    """Of x, as rows of `width`, tiles of 128 columns at most."""
+    """Of x, as rows of `width`, tiles of 128 columns at most. An input that is not aligned to 16 bytes is copied."""
     if x.data_ptr() % 16:
         x = x.clone()
     count = x.numel() // width
