@@ -299,6 +299,41 @@ def test_rows_of_a_batch_do_not_see_each_other(device):
         assert torch.equal(batch[name][1:2], alone[name]), name
 
 
+def zeroed(given, what):
+    """Nothing to learn from the last token, the last chunk or everything; or no values at first, or none at all."""
+    given = given | {name: torch.zeros_like(given[name]) for name in ("initial_state", "dfinal")}
+    name, tokens = {
+        "last token": ("do", slice(-1, None)),
+        "last chunk": ("do", slice(-65, None)),
+        "no gradient": ("do", slice(None)),
+        "first values": ("v", slice(0, 70)),
+        "no values": ("v", slice(None)),
+    }[what]
+    x = given[name].clone()
+    x[:, tokens] = 0
+    return given | {name: x}
+
+
+ZEROS = ("last token", "last chunk", "no gradient", "first values", "no values")
+
+
+def finite_where_the_definition_is(given, **options):
+    """Results are finite, and zero where the definition's are all zero."""
+    ours, plain = run(chunk_kda, given, **options), run(chunk_kda_reference, given, **options)
+    for name in RESULTS:
+        assert ours[name].isfinite().all(), name
+        assert ours[name].any() or not plain[name].any(), name
+        assert not ours[name].any() or plain[name].any(), name
+    return ours, plain
+
+
+@pytest.mark.parametrize("what", ZEROS)
+def test_zeros(device, what):
+    """A token without a label has no gradient; scales of nothing but zeros must not become zero."""
+    given = zeroed(inputs(129, 1, 16, 16, torch.float16, device), what)
+    finite_where_the_definition_is(given, lower_bound=-5.0)
+
+
 def test_without_states(as_accurate, device):
     given = inputs(66, 1, 16, 16, torch.float16, device)
     o, final = chunk_kda(**{name: given[name] for name in INPUTS[:-1]}, lower_bound=-5.0)
@@ -443,6 +478,16 @@ def test_packed_documents_at_full_width(agrees, device, K):
     clean = run(chunk_kda, given, lower_bound=-5.0, cu_seqlens=cu_seqlens)
     for name, x in poisoned(given, lower_bound=-5.0, cu_seqlens=cu_seqlens).items():
         assert torch.equal(x, clean[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ZEROS)
+def test_zeros_at_full_width(within, device, what):
+    given = zeroed(inputs(193, 2, 128, 128, torch.bfloat16, device), what)
+    ours, plain = finite_where_the_definition_is(given, lower_bound=-5.0)
+    for name in ("o", "q", "k", "v"):
+        if plain[name].any():
+            within(name, ours[name], plain[name], 4 * BF16_ROUNDING)
 
 
 @pytest.mark.gpu

@@ -37,6 +37,8 @@ LEFT_OF_KEYS = gl.constexpr(gl.DotOperandLayout(0, BY_KEY, 2))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 APART = gl.constexpr(2.0**-60)
+# The least scale of a state, as in recurrence.py: in units of values that are zero it would underflow.
+LEAST = gl.constexpr(2.0**-94)
 
 
 @gluon.jit
@@ -150,7 +152,7 @@ def _forward(
         i_nh = i_n * H + i_h
         i_nhv = i_nh * D + BV * i_w
         b_decay = gl.load(decay + i_nh.to(gl.int64) * D + o_k)
-        scale = _scale(b_s, LARGEST)
+        scale = gl.maximum(_scale(b_s, LARGEST), LEAST / unit)
         s_scale = scale * unit
         b_s16 = _times(b_s, 1.0 / scale).to(gl.float16)
         left = gl.convert_layout(b_s16, LEFT_OF_TOKENS, assert_trivial=True)
@@ -228,7 +230,7 @@ def _backward(
         i_nhv = i_nh * D + BV * i_w
         b_decay = gl.load(decay + i_nh.to(gl.int64) * D + o_k)
         b_beta = gl.load(beta + i_hm + o_t, mask=o_t < length, other=0.0)
-        scale = _scale(b_ds, LARGEST)
+        scale = gl.maximum(_scale(b_ds, LARGEST), LEAST / unit)
         ds_scale = scale * unit
         b_s16 = _times(b_ds, 1.0 / scale).to(gl.float16)
         left = gl.convert_layout(b_s16, LEFT_OF_TOKENS, assert_trivial=True)

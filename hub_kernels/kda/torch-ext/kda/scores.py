@@ -319,7 +319,7 @@ def scale_of(largest, most, EXACT: tl.constexpr):
     else:
         # At most 2^127, which is the next power of two for all but the largest numbers.
         above = tl.minimum((largest.to(tl.int32, bitcast=True) & 0x7F800000) + 0x800000, 0x7F000000)
-        return tl.maximum(above.to(tl.float32, bitcast=True), 2.0**-90) * (1.0 / most)
+        return tl.minimum(tl.maximum(above.to(tl.float32, bitcast=True), 2.0**-90) * (1.0 / most), 2.0**127)
 
 
 @triton.jit
