@@ -76,6 +76,25 @@ def _common_scale(p_scale, i_nh, V: tl.constexpr, EXACT: tl.constexpr):
     return largest, (scales / largest).to(tl.float32 if EXACT else tl.float16)
 
 
+@triton.jit
+def score_units(do_s, dy_s, ds_s, c_s, s_s):
+    """Scales of the gradients of both kinds of scores: of do or dy, and of c.
+
+    Products with the states and their gradients become multiples of these: they are kept from being far smaller.
+    """
+    return tl.maximum(tl.maximum(do_s, dy_s), ds_s * 2.0**-60), tl.maximum(c_s, s_s * 2.0**-60)
+
+
+@triton.jit
+def store_ratios(p, do_s, dy_s, ds_s, c_s, s_s):
+    """The unit of the scores' gradients and, in such units, those of dq_in, dk_in and dk_out."""
+    larger, unit_s = score_units(do_s, dy_s, ds_s, c_s, s_s)
+    tl.store(p, larger * unit_s * (1.0 / SCORE_SHIFT))
+    tl.store(p + 1, (do_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
+    tl.store(p + 2, (dy_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
+    tl.store(p + 3, c_s / unit_s * (ds_s / larger) * SCORE_SHIFT)
+
+
 @triton.jit(do_not_specialize=["M"])
 def value_gradients_kernel(
     do,
@@ -131,15 +150,8 @@ def value_gradients_kernel(
     ds_s, ds_ratio = _common_scale(dstates_scale, i_nh, V, EXACT)
     c_s, c_ratio = _common_scale(values_scale, i_nh, V, EXACT)
     dy_s, dy_ratio = _common_scale(dvalues_scale, i_nh, V, EXACT)
-    # Scales of the gradients of both kinds of scores: of do or dy, and of c. Products with the states and their
-    # gradients become multiples of these: they are kept from being far smaller.
-    larger = tl.maximum(tl.maximum(do_s, dy_s), ds_s * 2.0**-60)
-    unit_s = tl.maximum(c_s, s_s * 2.0**-60)
-    p_ratios = ratios + 4 * i_nh
-    tl.store(p_ratios, larger * unit_s * (1.0 / SCORE_SHIFT))
-    tl.store(p_ratios + 1, (do_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
-    tl.store(p_ratios + 2, (dy_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
-    tl.store(p_ratios + 3, c_s / unit_s * (ds_s / larger) * SCORE_SHIFT)
+    larger, unit_s = score_units(do_s, dy_s, ds_s, c_s, s_s)
+    store_ratios(ratios + 4 * i_nh, do_s, dy_s, ds_s, c_s, s_s)
 
     b_s = tl.load(states + o_vk) * s_ratio[:, None]
     b_ds = tl.load(dstates + o_vk) * ds_ratio[:, None]

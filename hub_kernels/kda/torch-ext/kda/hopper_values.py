@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gradients import SCORE_SHIFT
+from .gradients import SCORE_SHIFT, score_units, store_ratios
 from .hopper_recurrence import TILE, D
 from .scores import LIFT
 from .tiles import BT
@@ -67,12 +67,7 @@ def factors_kernel(
     tl.store(p_l + 2, ds_s)
     tl.store(p_l + 3, c_s)
     tl.store(p_l + 4, dy_s)
-    larger = tl.maximum(tl.maximum(do_s, dy_s), ds_s * 2.0**-60)
-    unit_s = tl.maximum(c_s, s_s * 2.0**-60)
-    tl.store(p_r, larger * unit_s * (1.0 / SCORE_SHIFT))
-    tl.store(p_r + 1, (do_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
-    tl.store(p_r + 2, (dy_s / larger) * (s_s / unit_s) * SCORE_SHIFT)
-    tl.store(p_r + 3, c_s / unit_s * (ds_s / larger) * SCORE_SHIFT)
+    store_ratios(p_r, do_s, dy_s, ds_s, c_s, s_s)
 
 
 @gluon.jit
@@ -160,8 +155,7 @@ def value_gradients_kernel(
 
     p_f, p_l = factors + i_nh * (6 * D), largest + i_nh * 8
     do_s, s_s, ds_s, c_s, dy_s = gl.load(p_l), gl.load(p_l + 1), gl.load(p_l + 2), gl.load(p_l + 3), gl.load(p_l + 4)
-    larger = gl.maximum(gl.maximum(do_s, dy_s), ds_s * 2.0**-60)
-    unit_s = gl.maximum(c_s, s_s * 2.0**-60)
+    larger, unit_s = score_units(do_s, dy_s, ds_s, c_s, s_s)
     o_t = gl.arange(0, BT, layout=gl.SliceLayout(1, BY_KEY))
     b_beta = gl.load(beta + i_hm + o_t, mask=o_t < length, other=0.0)
     o_k = gl.arange(0, BT, layout=gl.SliceLayout(1, BY_TOKEN))
