@@ -71,9 +71,26 @@ def test_other_strides(device):
     check("situ", (gate[:, ::2], up.T[:20].T), torch.randn(1, 1, device=device).expand(12, 20))
 
 
-def test_ends_and_no_rows(device):
+def test_ends(device):
     gate = torch.tensor([[-1e4, -90.0, 0.0, 90.0, 1e4]], device=device)
-    check("situ", (gate, gate.flip(1)), torch.ones_like(gate))
+    inputs, dout = (gate, gate.flip(1)), torch.ones_like(gate)
+    function, definition = CASES["situ"]
+    truth = results(definition, [x.double() for x in inputs], dout.double())
+    for got, true in zip(results(function, inputs, dout), truth, strict=True):
+        # Absolutely: where tanh is 1, its derivative of 1e-19 is zero in the definition even in float64.
+        torch.testing.assert_close(got.double(), true, rtol=1e-6, atol=1e-15)
+
+
+def test_small_derivatives_are_exact(device):
+    """One gate, so that nothing hides its error; 1 - tanh(g)^2 would lose two digits."""
+    gate = torch.tensor([5.0], device=device)
+    _, got, _ = results(CASES["up as it is"][0], (gate, torch.ones_like(gate)), torch.ones_like(gate))
+    s, t = gate.double().sigmoid(), gate.double().tanh()
+    truth = gate.double().cosh() ** -2 * s + t * s * (-gate.double()).sigmoid()
+    torch.testing.assert_close(got.double(), truth, rtol=1e-6, atol=0)
+
+
+def test_no_rows(device):
     empty = torch.empty(0, 8, device=device, requires_grad=True)
     assert torch.autograd.grad(swiglu(empty, empty).sum(), empty)[0].shape == (0, 8)
 

@@ -15,53 +15,60 @@ _SILU, _SITU = tl.constexpr(SILU), tl.constexpr(SITU)
 
 @triton.jit
 def _tanh(x, FAST: tl.constexpr):
+    """tanh x and its derivative, to the precision of fp32 where it is small, as 1 - tanh(x)^2 is not."""
     if FAST:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return t, 1.0 - t * t
     else:
         # The quotient cancels near zero, where five terms of the series are exact to fp32.
         e = tl.exp(-2.0 * tl.abs(x))
-        far = tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
+        r = 1.0 / (1.0 + e)
+        far = tl.where(x < 0, -1.0, 1.0) * (1.0 - e) * r
         s = x * x
         near = x * (1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
-        return tl.where(s < 0.0625, near, far)
+        return tl.where(s < 0.0625, near, far), 4.0 * e * r * r
 
 
 @triton.jit
 def _sigmoid(x, FAST: tl.constexpr):
+    """sigmoid x and sigmoid -x, which are 1 together."""
     if FAST:
         d = 1.0 + tl.exp2(x * -1.4426950408889634)
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
-        )
+        s = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
+        return s, 1.0 - s
     else:
-        return 1.0 / (1.0 + tl.exp(-x))
+        e = tl.exp(-tl.abs(x))
+        r = 1.0 / (1.0 + e)
+        return tl.where(x < 0, e * r, r), tl.where(x < 0, r, e * r)
 
 
 @triton.jit
 def activate(g, u, beta, linear_beta, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     """fp32. FAST: functions of the hardware, exact to 11 bits, for results in 16 bits."""
-    s = _sigmoid(g, FAST)
+    s, _ = _sigmoid(g, FAST)
     if ACTIVATION == _SILU:
         return g * s * u
-    y = beta * _tanh(g * (1.0 / beta), FAST) * s
+    t, _ = _tanh(g * (1.0 / beta), FAST)
+    y = beta * t * s
     if ACTIVATION == _SITU:
         return y * u
-    return y * (linear_beta * _tanh(u * (1.0 / linear_beta), FAST))
+    t, _ = _tanh(u * (1.0 / linear_beta), FAST)
+    return y * (linear_beta * t)
 
 
 @triton.jit
 def activate_backward(g, u, dh, beta, linear_beta, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
     """The activation h, and the gradients of g and u from that of h."""
-    s = _sigmoid(g, FAST)
+    s, s_minus = _sigmoid(g, FAST)
     if ACTIVATION == _SILU:
-        a, d_a = g * s, s + g * s * (1.0 - s)
+        a, d_a = g * s, s + g * s * s_minus
     else:
-        t = _tanh(g * (1.0 / beta), FAST)
-        a, d_a = beta * t * s, (1.0 - t * t) * s + beta * t * s * (1.0 - s)
+        t, d_t = _tanh(g * (1.0 / beta), FAST)
+        a, d_a = beta * t * s, d_t * s + beta * t * s * s_minus
     b, d_b = u, tl.full(u.shape, 1.0, tl.float32)
     if ACTIVATION != _SILU and ACTIVATION != _SITU:
-        t = _tanh(u * (1.0 / linear_beta), FAST)
-        b, d_b = linear_beta * t, 1.0 - t * t
+        t, d_b = _tanh(u * (1.0 / linear_beta), FAST)
+        b = linear_beta * t
     return a * b, dh * d_a * b, dh * a * d_b
 
 
