@@ -6,6 +6,7 @@ convolutions and activations, which cost little, from tensors that are kept anyw
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ def recomputed(
 
     outputs: what function(*inputs) gave, one tensor or several. Those that lie in the memory of an input, as where the
     function had nothing to do, are kept. The function draws no random numbers; what it needs beside `inputs`, such as
-    weights, is there in backward, and neither is changed in between, which nothing checks. These nest, also in
+    weights, is there in backward, unchanged. RuntimeError in backward where a tensor that was kept has been changed in
+    place, as torch raises without these. These nest, also in
     activation checkpointing and other hooks on saved tensors: the hooks around are given what is kept here. What is
     compiled keeps what its compiler chooses.
     """
@@ -70,8 +72,7 @@ class _Again:
         # How often outputs were packed, and how often they are still needed after they were computed again.
         self.uses = self.left = 0
         self.values: Sequence[torch.Tensor] = ()
-        device = inputs[0].device.type
-        self.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.autocast = _autocast(inputs[0].device.type)
 
     def pack(self, x: torch.Tensor) -> _Output | _Other:
         place = self.places.get(_memory(x))
@@ -98,18 +99,31 @@ class _Again:
 
     def _compute(self) -> Sequence[torch.Tensor]:
         inputs = [self.outer_unpack(y) for y in self.packed]
-        enabled, dtype = self.autocast
-        with torch.no_grad(), torch.autocast(inputs[0].device.type, dtype, enabled):
+        with torch.no_grad(), self.autocast():
             values = self.function(*inputs)
         return (values,) if isinstance(values, torch.Tensor) else values
 
 
-def _pack(x: torch.Tensor) -> torch.Tensor:
+def _autocast(device: str) -> Callable[[], AbstractContextManager]:
+    """What enters the autocast of now again; the meta device has none."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext
+    return partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+
+
+def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     # Parameters as the objects that they are, whose bytes may be elsewhere by then; all others without their graph.
-    return x if x.is_leaf else x.detach()
+    return x if x.is_leaf else x.detach(), x._version
 
 
-def _unpack(x: torch.Tensor) -> torch.Tensor:
+def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """What torch checks of saved tensors where there are no hooks."""
+    x, version = packed
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor of {tuple(x.shape)} that backward needs was changed in place after it was kept "
+            f"(it is at version {x._version}, version {version} was expected): change a copy"
+        )
     return x
 
 

@@ -62,6 +62,7 @@ from modeling_latentmoe.training.loading import (
 from modeling_latentmoe.training.loss import Step, backpropagate, count_loss_tokens, global_sum
 from modeling_latentmoe.training.mesh import build_mesh, check_layout, rank_map
 from modeling_latentmoe.training.micro_batches import MicroBatches, check_device
+from modeling_latentmoe.training.offload import offload_activations
 from modeling_latentmoe.training.parallelize import parallelize, start_processes, told_failures
 from modeling_latentmoe.training.placement import check_placement, decide, parse_placement
 from modeling_latentmoe.training.prometheus import Textfile
@@ -325,7 +326,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     if args.gradient_checkpointing != "none":
         checkpoint_activations(base, selective=args.gradient_checkpointing == "selective")
     if args.offload_activations:
-        memory.offload_activations(base)
+        offload_activations(base)
     initialise_adapters(model, args.seed)
     given = {BIAS_FILE: {}, INDEXER_FILE: {}}
     if args.adapter and resume_from is None:

@@ -1,16 +1,13 @@
-"""The memory of a device: what a step needs of it at least, and activations that are kept on the host instead."""
+"""The memory of a device: what a step needs of it at least."""
 
-import inspect
 import os
-from typing import Any, NamedTuple
-from weakref import WeakMethod
+from typing import NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
 from modeling_latentmoe.ops import LOGIT_BYTES
 from modeling_latentmoe.training.footprint import (
@@ -26,8 +23,6 @@ from modeling_latentmoe.training.layout import shares
 from modeling_latentmoe.training.mesh import expert_layers
 from modeling_latentmoe.training.placement import Placement
 
-# saved tensors below this stay on the device: it takes longer to send for them than they are worth
-SMALLEST_BYTES = 2**16
 GIB = 2**30
 
 
@@ -130,39 +125,3 @@ def least_memory(device: torch.device) -> int:
     least = torch.tensor(total, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(least)
-
-
-def offload_activations(model: nn.Module) -> None:
-    """Keep what `model` computes for the backward pass in host memory, pinned where there is an accelerator.
-
-    Copies are launched on the stream that computes: the host waits for none, and computation for each. Weights stay.
-    What several operations keep is copied for each, and torch's pinned memory comes in powers of two: the host needs
-    more than the device is spared.
-    """
-    # weak: a model that holds its own method is not freed when it is dropped, but whenever Python looks for cycles
-    forward = WeakMethod(model.forward)
-
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(_to_host, _to_device):
-            return forward()(*args, **kwargs)
-
-    # `generate` looks at it
-    offloaded.__signature__ = inspect.signature(model.forward)
-    model.forward = offloaded
-
-
-class _Kept(NamedTuple):
-    value: Tensor
-    device: torch.device
-
-
-def _to_host(tensor: Tensor) -> Tensor | _Kept:
-    owner = tensor if tensor._base is None else tensor._base
-    if isinstance(owner, nn.Parameter) or not tensor.is_floating_point() or tensor.nbytes < SMALLEST_BYTES:
-        return tensor
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
-    return _Kept(host.copy_(tensor, non_blocking=True), tensor.device)
-
-
-def _to_device(kept: Tensor | _Kept) -> Tensor:
-    return kept.value.to(kept.device, non_blocking=True) if isinstance(kept, _Kept) else kept

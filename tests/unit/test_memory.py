@@ -1,9 +1,6 @@
-"""What a step needs of a device, against the tensors that there are; smaller micro-batches; activations on the host."""
+"""What a step needs of a device, against the tensors that there are; smaller micro-batches."""
 
-import gc
-import inspect
 import math
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
@@ -201,50 +197,3 @@ def test_parts_of_a_micro_batch(model: torch.nn.Module, make, parts: int) -> Non
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
     assert micro_batches.split(batch, 1, config) == [batch]
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_activations_on_the_host_change_nothing(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = LatentMoEForConditionalGeneration(mixed_config("kdm"))
-    model = lora.add_adapter(model, r=4, lora_alpha=8, expert_rank=2).train()
-    if recompute:
-        checkpoint_activations(model.get_base_model())
-    batch, on_host = text(model, 2, 40), []
-    expected = gradients(model, batch)
-    send = memory._to_host
-    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
-
-    def watched(tensor: torch.Tensor):
-        kept = send(tensor)
-        if isinstance(kept, memory._Kept):
-            assert tensor.untyped_storage().data_ptr() not in weights
-            assert kept.value.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-            on_host.append(tensor.nbytes)
-        return kept
-
-    monkeypatch.setattr(memory, "_to_host", watched)
-    monkeypatch.setattr(memory, "SMALLEST_BYTES", 1024)
-    forward = inspect.signature(model.get_base_model().forward)
-    memory.offload_activations(model.get_base_model())
-    # `generate` reads it
-    assert inspect.signature(model.get_base_model().forward) == forward
-    found = gradients(model, batch)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    layers = model.config.text_config.num_hidden_layers
-    # with recomputation what enters the layers, else everything
-    assert sum(on_host) >= layers * 80 * 64 * 4 * (1 if recompute else 10)
-
-
-def test_a_model_that_offloads_is_freed() -> None:
-    """When it is dropped, not when Python looks for cycles."""
-    model = nn.Linear(2, 2)
-    memory.offload_activations(model)
-    model(torch.ones(1, 2)).sum().backward()
-    gone = weakref.ref(model)
-    gc.disable()
-    try:
-        del model
-        assert gone() is None
-    finally:
-        gc.enable()

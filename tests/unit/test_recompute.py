@@ -192,6 +192,28 @@ def test_under_the_autocast_of_forward() -> None:
     assert torch.equal(torch.autograd.grad(out, x)[0], expected)
 
 
+def test_devices_without_autocast() -> None:
+    x, weight = (leaf.detach().to("meta").requires_grad_() for leaf in inputs())
+    y = x.sigmoid()
+    with recomputed(y, torch.sigmoid, x):
+        out = uses(y, weight)
+    assert [g.shape for g in torch.autograd.grad(out, (x, weight))] == [x.shape, weight.shape]
+
+
+@pytest.mark.parametrize("changed", ["the input", "an output's neighbour", "a view"])
+def test_a_change_in_place_is_an_error(changed: str) -> None:
+    x, weight = inputs()
+    leaf = x * 1.0
+    y = leaf.sigmoid()
+    with recomputed(y, torch.sigmoid, leaf):
+        other = weight * 2.0
+        out = (y @ other).sum()
+    with torch.no_grad():
+        {"the input": leaf, "an output's neighbour": other, "a view": leaf[:1]}[changed].add_(1.0)
+    with pytest.raises(RuntimeError, match=r"a tensor of \((40|30), 30\) that backward needs was changed in place"):
+        torch.autograd.grad(out, (x, weight))
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_nothing_waits_for_the_garbage_collector(checkpointed: bool) -> None:
     x, weight = inputs()
