@@ -17,6 +17,7 @@ HUB_KERNELS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(HUB_KERNELS), str(HUB_KERNELS.parent), str(HUB_KERNELS / "residual" / "torch-ext")]
 
 import measure  # noqa: E402
+import output_projection  # noqa: E402
 import residual  # noqa: E402
 
 from modeling_latentmoe import ops  # noqa: E402
@@ -163,5 +164,5 @@ if __name__ == "__main__":
     measure.main(
         __doc__,
         "python hub_kernels/residual/benchmarks/benchmark.py",
-        {"mixture": mixture_rows, "gated_norm": gated_norm_rows},
+        {"mixture": mixture_rows, "gated_norm": gated_norm_rows, "output_projection": output_projection.rows},
     )
