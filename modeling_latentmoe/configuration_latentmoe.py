@@ -133,6 +133,10 @@ def _is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 class LatentMoETextConfig(PreTrainedConfig):
     """Text decoder. Defaults are the released Kimi-K3.
 
@@ -278,10 +282,10 @@ class LatentMoETextConfig(PreTrainedConfig):
         for name in positive:
             if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name}: {getattr(self, name)!r}, must be a positive integer")
-        if self.qk_rope_head_dim < 0:
-            raise ValueError(f"qk_rope_head_dim: {self.qk_rope_head_dim}, must not be negative")
-        if self.rms_norm_eps <= 0:
-            raise ValueError(f"rms_norm_eps: {self.rms_norm_eps}, must be positive")
+        if not _is_count(self.qk_rope_head_dim, least=0):
+            raise ValueError(f"qk_rope_head_dim: {self.qk_rope_head_dim!r}, must be an integer from 0 on")
+        if not _is_positive(self.rms_norm_eps):
+            raise ValueError(f"rms_norm_eps: {self.rms_norm_eps!r}, must be a positive number")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"pad_token_id: {self.pad_token_id}, must lie in 0..vocab_size-1={self.vocab_size - 1} or be null"
@@ -304,12 +308,11 @@ class LatentMoETextConfig(PreTrainedConfig):
             self._validate_moe()
 
     def _validate_situ(self) -> None:
-        if self.activation_situ_beta is None or self.activation_situ_beta <= 0:
-            raise ValueError(f"activation_situ_beta: {self.activation_situ_beta}, must be positive for 'situ'")
-        if self.activation_situ_linear_beta is not None and self.activation_situ_linear_beta <= 0:
-            raise ValueError(
-                f"activation_situ_linear_beta: {self.activation_situ_linear_beta}, must be positive or null"
-            )
+        # Null is 1 for the first, as in the released classes, and leaves out the second.
+        for name in ("activation_situ_beta", "activation_situ_linear_beta"):
+            value = getattr(self, name)
+            if value is not None and not _is_positive(value):
+                raise ValueError(f"{name}: {value!r}, must be positive or null")
 
     def _validate_indexer(self) -> None:
         for name in ("index_topk", "index_n_heads", "index_head_dim"):
@@ -345,6 +348,8 @@ class LatentMoETextConfig(PreTrainedConfig):
             raise ValueError(f"first_k_dense_replace: {self.first_k_dense_replace!r}, must be an integer from 0 on")
         if self.num_shared_experts is not None and not _is_count(self.num_shared_experts, least=0):
             raise ValueError(f"num_shared_experts: {self.num_shared_experts!r}, must be null or an integer from 0 on")
+        if not _is_positive(self.routed_scaling_factor):
+            raise ValueError(f"routed_scaling_factor: {self.routed_scaling_factor!r}, must be a positive number")
         if self.moe_router_activation_func not in ("sigmoid", "softmax"):
             raise ValueError(
                 f"moe_router_activation_func: unknown {self.moe_router_activation_func!r}, expected 'sigmoid' or "
@@ -497,6 +502,18 @@ class LatentMoEVisionConfig(PreTrainedConfig):
         for name, value in fixed.items():
             if getattr(self, name) != value:
                 raise ValueError(f"vision_config.{name}: {getattr(self, name)!r} is not supported, expected {value!r}")
+        counts = ["patch_size", "vt_hidden_size", "vt_intermediate_size", "vt_num_hidden_layers"]
+        counts += ["vt_num_attention_heads", "qkv_hidden_size", "text_hidden_size"]
+        counts += ["init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time"]
+        for name in counts:
+            if not _is_count(getattr(self, name)):
+                raise ValueError(f"vision_config.{name}: {getattr(self, name)!r}, must be a positive integer")
+        if not _is_positive(self.projector_ln_eps):
+            # torch would take an eps of its own for null
+            raise ValueError(f"vision_config.projector_ln_eps: {self.projector_ln_eps!r}, must be a positive number")
+        merge = self.merge_kernel_size
+        if not isinstance(merge, list | tuple) or len(merge) != 2 or not all(map(_is_count, merge)):
+            raise ValueError(f"vision_config.merge_kernel_size: {merge!r}, must be two positive integers")
         if (
             self.qkv_hidden_size % self.vt_num_attention_heads
             or (self.qkv_hidden_size // self.vt_num_attention_heads) % 4
@@ -558,10 +575,10 @@ class LatentMoEConfig(PreTrainedConfig):
                 f"vision_config.text_hidden_size: {self.vision_config.text_hidden_size} differs from "
                 f"text_config.hidden_size={self.text_config.hidden_size}"
             )
-        if self.vision_config is not None and self.media_placeholder_token_id >= self.text_config.vocab_size:
+        media = self.media_placeholder_token_id
+        if self.vision_config is not None and not (_is_count(media, least=0) and media < self.text_config.vocab_size):
             raise ValueError(
-                f"media_placeholder_token_id: {self.media_placeholder_token_id} is not below vocab_size="
-                f"{self.text_config.vocab_size}"
+                f"media_placeholder_token_id: {media!r}, must lie in 0..vocab_size-1={self.text_config.vocab_size - 1}"
             )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.text_config.vocab_size:
             raise ValueError(

@@ -471,7 +471,9 @@ class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, keep])
         if labels is not None:
-            if logits is not None and logits.shape[1] != labels.shape[1]:
+            # Listed positions may be in any order, also where they are all.
+            listed = isinstance(logits_to_keep, torch.Tensor)
+            if logits is not None and (listed or logits.shape[1] != labels.shape[1]):
                 raise ValueError("logits_to_keep: cannot be combined with labels")
             target = next_tokens(labels.to(hidden.device), ignore_index, **borders, **kwargs)
             predicted = target != ignore_index
@@ -491,6 +493,11 @@ class LatentMoEForCausalLM(LatentMoEPreTrainedModel, GenerationMixin):
             indexer_loss=out.indexer_loss,
             **_cache_fields(out.cache),
         )
+
+
+class NoPlaceholders(SuppressTokensLogitsProcessor):
+    """A class of its own: `generate` drops its processor of a class that the caller brings, the one that the argument
+    `suppress_tokens` asks for."""
 
 
 class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixin):
@@ -605,7 +612,7 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
 
     def generate(self, *args, logits_processor=None, **kwargs):
         """`GenerationMixin.generate`, which never writes a media placeholder: text cannot bring its image along."""
-        never = SuppressTokensLogitsProcessor([self.config.media_placeholder_token_id], device=self.device)
+        never = NoPlaceholders([self.config.media_placeholder_token_id], device=self.device)
         processors = LogitsProcessorList([*(logits_processor or []), never])
         return super().generate(*args, logits_processor=processors, **kwargs)
 
@@ -675,7 +682,12 @@ def next_tokens(
     cu_seqlens: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """The label of the token after each, [B, T - 1]: the first of a document is not predicted from another one."""
+    """The label of the token after each, [B, T - 1]: the first of a document is not predicted from another one.
+
+    attention_mask: [B, T], or [B, cached + T] as with a cache.
+    """
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -labels.shape[1] :]
     documents = Documents.of_batch(
         labels.shape,
         labels.device,

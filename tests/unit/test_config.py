@@ -55,7 +55,7 @@ FAULTS = [
     ({"num_key_value_heads": 2}, "num_key_value_heads"),
     ({"hidden_size": 0}, "hidden_size: 0"),
     ({"hidden_size": 128}, "vision_config.text_hidden_size: 64 differs from text_config.hidden_size=128"),
-    ({"vocab_size": 200, "pad_token_id": 7}, "media_placeholder_token_id: 265 is not below vocab_size=200"),
+    ({"vocab_size": 200, "pad_token_id": 7}, r"media_placeholder_token_id: 265, must lie in 0\.\.vocab_size-1=199"),
     ({"vocab_size": 266, "pad_token_id": 7}, "pad_token_id: 267 is not null or below vocab_size=266"),
     ({"pad_token_id": 512}, r"pad_token_id: 512, must lie in 0\.\.vocab_size-1=511"),
     ({"pad_token_id": -1}, "pad_token_id: -1"),
@@ -66,7 +66,9 @@ FAULTS = [
     ({"first_k_dense_replace": -1}, "first_k_dense_replace: -1"),
     ({"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
     ({"activation_situ_beta": 0.0}, "activation_situ_beta: 0.0"),
-    ({"activation_situ_beta": None}, "activation_situ_beta: None"),
+    ({"rms_norm_eps": None}, "rms_norm_eps: None"),
+    ({"routed_scaling_factor": None}, "routed_scaling_factor: None"),
+    ({"qk_rope_head_dim": None}, "qk_rope_head_dim: None"),
     ({"activation_situ_linear_beta": 0.0}, "activation_situ_linear_beta: 0.0"),
     ({"num_experts_per_token": True}, "num_experts_per_token: True"),
     ({"use_grouped_topk": False, "num_expert_group": 2, "topk_group": 2}, "use_grouped_topk: false contradicts"),
@@ -89,6 +91,36 @@ def test_contradictions_raise_and_name_the_field(change, message):
     text.update(change)
     with pytest.raises(ValueError, match=message):
         LatentMoEConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("patch_size", 0),
+        ("vt_num_attention_heads", None),
+        ("init_pos_emb_time", None),
+        ("merge_kernel_size", 2),
+        ("projector_ln_eps", None),
+    ],
+)
+def test_faults_of_the_vision_config_raise_and_name_the_field(name, value):
+    config = LatentMoEConfig.tiny().to_dict()
+    config["vision_config"][name] = value
+    with pytest.raises(ValueError, match=f"vision_config.{name}: {value}"):
+        LatentMoEConfig(**config)
+
+
+@pytest.mark.parametrize("placeholder", [None, -1])
+def test_a_media_placeholder_that_is_no_token_is_refused(placeholder):
+    with pytest.raises(ValueError, match=f"media_placeholder_token_id: {placeholder}"):
+        LatentMoEConfig(**LatentMoEConfig.tiny().to_dict() | {"media_placeholder_token_id": placeholder})
+
+
+def test_without_a_situ_beta_it_is_one():
+    one, null = (mixed_config("km", activation_situ_beta=beta) for beta in (1.0, None))
+    x = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(random_model(null)(input_ids=x).logits, random_model(one)(input_ids=x).logits)
 
 
 @pytest.mark.parametrize(

@@ -277,3 +277,25 @@ def test_misspelt_and_unsupported_arguments_are_refused():
         model(input_ids=ids(), attention_maks=torch.ones(2, T))
     with pytest.raises(ValueError, match="output_attentions"):
         model(input_ids=ids(), output_attentions=True)
+
+
+def test_the_caller_may_suppress_tokens_too():
+    model, x = random_model(mixed_config("km")), ids(rows=1, length=8)
+    never = model(input_ids=x).logits[0, -1].argmax().item()
+    out = model.generate(input_ids=x, max_new_tokens=6, do_sample=False, suppress_tokens=[never])
+    assert never not in out[0, 8:]
+
+
+@torch.no_grad()
+def test_labels_of_what_follows_a_cache():
+    """The mask may be that of all tokens; listed positions are no logits of labels, even where they are as many."""
+    model, x = random_model(mixed_config("km")), ids(length=12)
+    mask = torch.ones_like(x)
+    mask[0, :3] = 0
+    whole = model(input_ids=x, attention_mask=mask, labels=x.index_fill(1, torch.arange(6), -100)).loss
+    cache = model(input_ids=x[:, :5], attention_mask=mask[:, :5], use_cache=True).cache
+    labels = x[:, 5:].clone()
+    labels[:, 0] = -100
+    close(model(input_ids=x[:, 5:], attention_mask=mask, cache=cache, labels=labels).loss, whole)
+    with pytest.raises(ValueError, match="logits_to_keep"):
+        model(input_ids=x, labels=x, logits_to_keep=torch.arange(11, -1, -1))
