@@ -28,6 +28,8 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from modeling_latentmoe.kernel_loading import check_choice
 from modeling_latentmoe.mxfp4 import storage_report
@@ -164,7 +166,7 @@ class Arguments:
             except ValueError as error:
                 raise ValueError(f"--batch_size {self.batch_size} must be a number or auto") from error
         counts = ("gradient_accumulation", "max_length", "eval_samples", "max_new_tokens", "save_every")
-        for name in ("batch_size", *counts, "keep", "max_steps", "ep", "timeout"):
+        for name in ("batch_size", *counts, "keep", "max_steps", "ep", "timeout", "r", "expert_rank"):
             if getattr(self, name) not in (None, "auto") and getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
         rates = ("lr", "lr_kda", "lr_attention", "lr_indexer", "lr_experts", "lr_projector")
@@ -193,6 +195,18 @@ class Arguments:
         check_alerts(self.alert or (), self.alert_command)
         if self.prometheus and not Path(self.prometheus).resolve().parent.is_dir():
             raise ValueError(f"--prometheus {self.prometheus}: its folder does not exist")
+        if self.push_to_hub:
+            try:
+                validate_repo_id(self.push_to_hub)
+            except HFValidationError as error:
+                raise ValueError(f"--push_to_hub {self.push_to_hub}: {error}") from error
+        other_split = self.eval_split not in (None, self.split)
+        if other_split and not self.eval_dataset and Path(self.dataset).is_file():
+            # a file has one split, whatever it is called: the rows that are trained on
+            raise ValueError(
+                f"--eval_split {self.eval_split}: --dataset {self.dataset} is one file, all of which is trained on; "
+                "name a held-out file with --eval_dataset"
+            )
         if self.lr_indexer is not None and self.train_indexer is None:
             raise ValueError(f"--lr_indexer {self.lr_indexer} needs --train_indexer, without it no indexer trains")
         if self.train_indexer == "warmup":

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -19,8 +21,18 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.hub import HF_MODULES_CACHE
 
 import modeling_latentmoe
+from modeling_latentmoe.headers import read_index
 from modeling_latentmoe.training.expert_parallel import RECEIVED
-from modeling_latentmoe.training.sources import RemoteFiles, fetch_small_files, header_files, is_url
+from modeling_latentmoe.training.lora import read_json
+from modeling_latentmoe.training.sources import (
+    CONFIG,
+    INDEX,
+    OPTIONAL_FILES,
+    RemoteFiles,
+    fetch_small_files,
+    header_files,
+    is_url,
+)
 from modeling_latentmoe.training.streaming import check_shares, streamed
 
 # the trained tiny model that comes with the package
@@ -110,8 +122,24 @@ def load_model(
 
 
 def _local(model: str) -> str:
-    """Where to read all but the weights: `model` itself, or the copy of a URL's small files."""
-    return str(fetch_small_files(RemoteFiles(model))) if is_url(model) else model
+    """Where to read all but the weights: `model` itself, or the copy of a URL's small files.
+
+    ValueError where neither a folder nor an id of the Hub has this name, or where a JSON file of a folder is damaged.
+    """
+    if is_url(model):
+        return str(fetch_small_files(RemoteFiles(model)))
+    folder = Path(model)
+    if not folder.is_dir():
+        try:
+            validate_repo_id(model)
+        except HFValidationError as error:
+            raise ValueError(f"model {model}: there is no such folder, and it is not a Hub id") from error
+    # transformers reports these without their names, or not at all
+    for file in (CONFIG, *OPTIONAL_FILES):
+        if file.endswith(".json") and file != INDEX and (folder / file).is_file():
+            read_json(folder / file)
+    read_index(folder / INDEX)
+    return model
 
 
 def checkpoint_activations(model: PreTrainedModel, selective: bool = False) -> None:

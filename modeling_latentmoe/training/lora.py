@@ -12,6 +12,7 @@ PEFT internals are touched here, in dense_lora.py, expert_lora.py and factors.py
 
 import hashlib
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -289,9 +290,16 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
                 message=".*(rank_pattern|alpha_pattern|is_gradient_checkpointing|missing adapter keys).*",
             )
             peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError, re.error) as error:
+        # RuntimeError for tensors, the others for fields of the config
         raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
     check_used(adapter, stored, peft_model)
+    check_finite(adapter, get_peft_model_state_dict(peft_model))
+    for name, module in peft_model.named_modules():
+        if "default" in getattr(module, "lora_A", {}) and not math.isfinite(module.scaling["default"]):
+            raise ValueError(
+                f"{folder / 'adapter_config.json'}: lora_alpha / r of {name} is {module.scaling['default']}"
+            )
     set_biases(model, biases)
     fuse_dense(peft_model)
     set_indexers(model, indexers)
@@ -318,9 +326,7 @@ def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> di
     base = model.get_base_model()
     biases, indexers = read_biases(folder, base), read_indexers(folder, base)
     factors = load_file(folder / "adapter_model.safetensors")
-    bad = [name for name, factor in factors.items() if not factor.isfinite().all()]
-    if bad:
-        raise ValueError(f"--adapter {adapter}: {bad[0]} holds NaN or infinite numbers")
+    check_finite(adapter, factors)
     try:
         set_peft_model_state_dict(model, slice_adapter(model, factors))
     except RuntimeError as error:
@@ -361,6 +367,13 @@ def check_used(adapter: str, stored: set[str], peft_model: PeftModel) -> None:
         raise ValueError(f"adapter {adapter}: {len(odd)} tensors do not fit the model, for example {odd[0]}")
 
 
+def check_finite(adapter: str, factors: dict[str, Tensor]) -> None:
+    """ValueError that names the first of an adapter's tensors that would spread NaN."""
+    for name, factor in factors.items():
+        if not factor.isfinite().all():
+            raise ValueError(f"adapter {adapter}: {name} holds NaN or infinite numbers")
+
+
 def check_files(folder: Path) -> set[str]:
     """The names of an adapter's tensors; ValueError where its weights or its config cannot be read, or as in
     `check_beside`."""
@@ -398,7 +411,7 @@ def read_json(file: Path, *fields: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict) or not values.keys() >= set(fields):
-        raise ValueError(f"{file} must be a JSON object with {', '.join(fields)}")
+        raise ValueError(f"{file} must be a JSON object{' with ' if fields else ''}{', '.join(fields)}")
     return values
 
 

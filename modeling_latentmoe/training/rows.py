@@ -223,9 +223,18 @@ class Rows:
             stream = self.dataset.select(rows).to_iterable_dataset()
             names = (f"row {row}" for row in rows)
         features = stream.features
-        # images stay bytes, so that decoding them is ours to do and to report
-        for name, row in zip(names, stream.decode(False), strict=False):
-            yield f"{self.source}, {name}", row if features is None else recovered(dict(features), row)
+        # images stay bytes, so that decoding them is ours to do and to report; without known features none is an image
+        stream = iter(stream if features is None else stream.decode(False))
+        for name in names:
+            try:
+                row = next(stream, None)
+                if row is None:
+                    return
+                row = row if features is None else recovered(dict(features), row)
+            except (DatasetsError, ValueError) as error:
+                # a stream finds damage only here, and texts are decoded here
+                raise ValueError(f"dataset {self.source}, {name} cannot be read: {one_line(error)}") from error
+            yield f"{self.source}, {name}", row
 
 
 def one_line(error: BaseException) -> str:

@@ -59,6 +59,9 @@ def jsonl(folder: Path, *rows: dict) -> str:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--r", "0"], "--r 0 must be"),
+        (["--expert_rank", "-1"], "--expert_rank -1 must be"),
+        (["--push_to_hub", "a/b/c"], "--push_to_hub a/b/c"),
         (["--learning_rate", "1"], "--learning_rate"),
         (["--r", "sixteen"], "--r: invalid int value: 'sixteen'"),
         (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
@@ -212,6 +215,38 @@ def test_empty_held_out_dataset(failing: Failing, tmp_path: Path) -> None:
     assert "rows.jsonl" in failing("--eval_dataset", jsonl(tmp_path / "d"), "--max_steps", "1")
 
 
+def test_one_file_holds_nothing_out(failing: Failing, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "data", {"messages": CHAT})
+    assert "--eval_split test" in failing("--dataset", file, "--eval_split", "test")
+
+
+def test_damage_that_only_a_stream_meets(failing: Failing, tmp_path: Path) -> None:
+    file = Path(jsonl(tmp_path / "data", {"messages": CHAT}, {"messages": CHAT}))
+    file.write_text(file.read_text() + "{bad\n")
+    line = failing("--dataset", str(file), "--streaming", "--max_steps", "1", untouched=False)
+    assert str(file) in line and "JSON parse error" in line
+
+
+def test_text_that_is_not_utf8(failing: Failing, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(json.dumps({"messages": CHAT}).replace("digit", "Größe").encode("latin-1") + b"\n")
+    assert f"{file}, row 0" in failing("--dataset", str(file), untouched=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("config.json", "[]"), ("config.json", "{"), ("tokenizer.json", "{")]
+    + [("model.safetensors.index.json", content) for content in ("{}", "[]", "{")],
+)
+def test_json_of_a_model_that_is_damaged(
+    file: str, content: str, small: Path, failing: Failing, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small, folder)
+    (folder / file).write_text(content)
+    assert file in failing(model=folder)
+
+
 def test_no_such_dataset(failing: Failing, tmp_path: Path) -> None:
     assert "elsewhere.parquet" in failing("--dataset", str(tmp_path / "elsewhere.parquet"))
     assert "digits:grey" in failing("--dataset", "digits:grey")
@@ -340,3 +375,28 @@ def test_generate(small: Path, other: Path, tmp_path: Path, capsys: pytest.Captu
     good = [*model, "--image", str(tmp_path / "a.png"), "--adapter", str(tmp_path / "adapter")]
     assert generate.main([*good, "--max_new_tokens", "3"]) == 0
     assert capsys.readouterr().out.endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("r", "16", "does not fit the model"),
+        ("lora_alpha", None, "does not fit the model"),
+        ("lora_alpha", float("nan"), "lora_alpha / r"),
+        ("target_modules", "(", "does not fit the model"),
+        (None, None, "holds NaN"),
+    ],
+)
+def test_adapter_that_would_answer_nonsense(
+    field: str | None, value: object, words: str, small: Path, tmp_path: Path
+) -> None:
+    model, folder = load_model(str(small), "fp32"), tmp_path / "adapter"
+    peft_model = lora.add_adapter(model, r=2, lora_alpha=4.0, expert_rank=1)
+    if field is None:
+        next(p for name, p in peft_model.named_parameters() if "lora_B" in name).data.fill_(float("nan"))
+    peft_model.save_pretrained(folder)
+    if field is not None:
+        config = json.loads((folder / "adapter_config.json").read_text()) | {field: value}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        lora.load_adapter(load_model(str(small), "fp32"), str(folder))
