@@ -17,6 +17,7 @@ from modeling_latentmoe.sparse import Teacher, dense_probabilities, query_blocks
 from modeling_latentmoe.training.data import Chat
 from modeling_latentmoe.training.evaluate import held_out_batches
 from modeling_latentmoe.training.loss import count_loss_tokens
+from modeling_latentmoe.training.sums import summed
 
 
 @contextmanager
@@ -108,8 +109,7 @@ def evaluate_choice(
             else:
                 mass.sums = before
     model.train(was_training)
-    sums = torch.cat([totals, mass.sums]).to(accelerator.device)
-    loss, tokens, *shares, terms = accelerator.reduce(sums, reduction="sum").tolist()
+    loss, tokens, *shares, terms = summed(torch.cat([totals, mass.sums]), accelerator.device).tolist()
     result = {"eval_loss_dense": loss / tokens}
     if terms:
         result |= {f"eval_mass_{name}": share / terms for name, share in zip(Mass.NAMES, shares, strict=True)}

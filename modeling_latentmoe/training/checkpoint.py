@@ -13,6 +13,7 @@ A checkpoint of step N holds the weights after N updates, and nobody has seen th
 first to compute it. Where that is not finite the checkpoint is bad, and the last good adapter is an earlier one.
 """
 
+import io
 import json
 import os
 import pickle
@@ -110,7 +111,7 @@ def remove_run(folder: Path) -> None:
     """Delete what an earlier run left in the folder, and nothing else."""
     for file in RUN_FILES:
         (folder / file).unlink(missing_ok=True)
-    for path in {*folder.glob("checkpoint-*"), *folder.glob(f"*{TEMPORARY}"), *folder.glob(LOAD_FOLDER)}:
+    for path in {*checkpoints(folder), *folder.glob(f"*{TEMPORARY}"), *folder.glob(LOAD_FOLDER)}:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -221,7 +222,10 @@ def save_checkpoint(
     save_trained_state(partial / TRAINED, model, optimizer, mesh)
     save_whole_adapter(model, mesh, partial, identity, beside)
     if accelerator.is_main_process:
-        torch.save({"state": state, "processes": processes}, partial / "state.pt")
+        # torch itself says nothing of a full disk
+        buffer = io.BytesIO()
+        torch.save({"state": state, "processes": processes}, buffer)
+        (partial / "state.pt").write_bytes(buffer.getbuffer())
         os.replace(partial, final)
         for old in checkpoints(folder)[:-keep]:
             # half a checkpoint must not look like a whole one

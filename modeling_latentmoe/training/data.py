@@ -372,13 +372,22 @@ class Batches:
                         self.bad_images += bad_images
                     if group:
                         yield pack(group) if self.packing else pad(group, self.pad_id)
-            if not useful:
+            if not useful and not self._others_have_some():
                 raise ValueError(
                     f"dataset {self.rows.source} gives nothing to train on: {self.too_long} samples exceed "
                     f"--max_length {self.max_length}, {self.bad_images} images are unreadable"
                 )
             self.epoch += 1
             self.row = 0
+
+    def _others_have_some(self) -> bool:
+        """Whether a row of another process can be used: shares change with every epoch, so this one may get it next."""
+        if self.rows.streamed or self.rows.seed is None or self.rows.world == 1:
+            return False
+        every = Rows(self.rows.source, self.rows.dataset, seed=self.rows.seed)
+        options = {"pad_id": self.pad_id, "skip_bad_images": self.skip_bad_images}
+        whole = Batches(every, self.encode, batch_size=1, max_length=self.max_length, **options)
+        return any(samples for samples, *_ in whole._windows())
 
     def _windows(self) -> Iterator[tuple[list[Sample], int, int, int]]:
         """(usable samples, rows read, rows too long, rows with a bad image) of the rest of the epoch, in

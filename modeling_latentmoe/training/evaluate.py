@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from modeling_latentmoe.chat_latentmoe import parse_message
 from modeling_latentmoe.training.data import Chat, Sample, encode_chat, encode_prompt, pad, with_images
 from modeling_latentmoe.training.loss import count_loss_tokens, global_sum
+from modeling_latentmoe.training.sums import summed
 
 # what a process evaluates while others still have chats and it has none: they may need its experts or its weights
 IDLE = Chat("idle", [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}])
@@ -46,7 +47,7 @@ def evaluate(
             counts = [loss.item(), count_loss_tokens(batch["labels"]), right, len(group)]
             sums += torch.tensor(counts, dtype=torch.float64)
     model.train(was_training)
-    loss, tokens, right, answers = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+    loss, tokens, right, answers = summed(sums, accelerator.device).tolist()
     if not answers:
         raise ValueError("--eval_dataset has no rows")
     return {"eval_loss": loss / tokens, "eval_accuracy": right / answers, "eval_samples": int(answers)}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from modeling_latentmoe.training.mesh import is_expert
+from modeling_latentmoe.training.sums import summed
 
 # whose gradient a process holds: that of its own experts, a shard, or a copy
 EXPERT, SHARDED, COPIED = range(3)
@@ -81,20 +82,21 @@ def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> Norms
         local, kind = (grad.to_local(), SHARDED) if isinstance(grad, DTensor) else (grad, COPIED)
         squares[targets[name]][EXPERT if is_expert(name) else kind] += local.norm().double().square()
     squares_3N = torch.stack(list(squares.values()), dim=1)
-    dist.all_reduce(squares_3N[EXPERT], group=mesh.get_group("ep"))
+    experts_N, sharded_N = summed(squares_3N[EXPERT], mesh.device_type, mesh.get_group("ep")), squares_3N[SHARDED]
     # of the parameters and not of the gradients: every process takes the same collectives
     groups = {
         param.device_mesh.get_group(_shard_axis(param)) for param in trained.values() if isinstance(param, DTensor)
     }
     for group in groups:
-        dist.all_reduce(squares_3N[SHARDED], group=group)
-    total = float(squares_3N.sum().sqrt())
+        sharded_N = summed(sharded_N, mesh.device_type, group)
+    squares_N = experts_N + sharded_N.cpu() + squares_3N[COPIED].cpu()
+    total = float(squares_N.sum().sqrt())
     scale = max_norm / (total + 1e-6)
-    # false for one that is not finite: gradients stay as they are
-    if scale < 1:
+    # where the norm is not finite gradients stay as they are
+    if 0 < scale < 1:
         for grad in grads.values():
             grad.mul_(scale)
-    return Norms(total, dict(zip(squares, squares_3N.sum(0).sqrt().tolist(), strict=True)))
+    return Norms(total, dict(zip(squares, squares_N.sqrt().tolist(), strict=True)))
 
 
 def target_of(model: nn.Module, name: str) -> str:

@@ -26,6 +26,7 @@ from modeling_latentmoe.training.balance import Balancing
 from modeling_latentmoe.training.collectives import Collectives
 from modeling_latentmoe.training.expert_parallel import count_drops
 from modeling_latentmoe.training.gradients import average_gradients
+from modeling_latentmoe.training.sums import summed
 from modeling_latentmoe.training.timing import Clock
 
 IGNORE = -100
@@ -135,7 +136,7 @@ def backpropagate(
             compute(padding_like(batch), None)
     collectives.end()
     sums[3] = out_of_memory
-    loss, auxiliary, indexer, failures = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+    loss, auxiliary, indexer, failures = summed(sums, accelerator.device).tolist()
     if failures:
         return Step(float("nan"), torch.zeros(0, dtype=torch.int64), out_of_memory=int(failures))
     if copied:

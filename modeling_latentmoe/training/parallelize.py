@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -96,7 +97,7 @@ def parallelize(
 
 @contextmanager
 def told_failures() -> Iterator[None]:
-    """Turns what torch raises where memory is used up or another process is gone into an OSError of one line."""
+    """Turns what is raised where memory or disk is used up or another process is gone into an OSError of one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -106,6 +107,8 @@ def told_failures() -> Iterator[None]:
             "--gradient_checkpointing full or --experts_in auto, or use more devices; --resume continues from the "
             "newest checkpoint"
         ) from error
+    except SafetensorError as error:
+        raise OSError(f"a file of weights could not be read or written ({error})") from error
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):
             raise

@@ -30,7 +30,8 @@ class Textfile:
     INTERVAL_S = 5.0
 
     def __init__(self, path: str | None, say: Callable[[str], Any]) -> None:
-        self.path, self.say, self.written = path and Path(path), say, -self.INTERVAL_S
+        self.path, self.say = None if path is None else Path(path), say
+        self.written = -self.INTERVAL_S
         if self.path is None:
             return
         try:

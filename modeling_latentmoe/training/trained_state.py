@@ -29,8 +29,13 @@ def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def save_trained_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
-    """Write the trained state into `folder`, which all processes see; every process calls it."""
-    dcp.save(trained_state(model, optimizer, mesh), checkpoint_id=folder)
+    """Write the trained state into `folder`, which all processes see; every process calls it. OSError on all of them
+    where one could not."""
+    try:
+        dcp.save(trained_state(model, optimizer, mesh), checkpoint_id=folder)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise OSError(f"{folder} could not be written ({cause!r})") from error
 
 
 def load_trained_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:

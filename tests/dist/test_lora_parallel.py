@@ -126,6 +126,26 @@ def test_a_process_that_dies_stops_the_others(tiny: Path, rows: Path, tmp_path: 
     assert (tmp_path / "run" / "checkpoint-000002" / "state.pt").exists()
 
 
+def reduce_what_hccl_does(rank: int) -> None:
+    """As torch-npu does on every Ascend before the 950."""
+    all_reduce = dist.all_reduce
+
+    def reducing(tensor: torch.Tensor, *args, **kwargs):
+        if tensor.dtype in (torch.float64, torch.uint8, torch.bool):
+            raise RuntimeError(f"HCCL allreduce: Unsupported data type {tensor.dtype}")
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = reducing
+
+
+def test_no_sum_is_one_that_hccl_refuses(tiny: Path, rows: Path, tmp_path: Path) -> None:
+    """Of steps, clipping, both evaluations, balancing and checkpoints."""
+    more = ["--dtype", "fp32", "--max_steps", "2", "--eval_dataset", str(rows), "--eval_samples", "4"]
+    more += ["--max_new_tokens", "2", "--train_indexer", "sparse", "--balance", "quantile"]
+    said = tmp_path / "said"
+    succeeded(train(said, 2, argv(tiny, rows, tmp_path / "run", 2, 1, *more), before=reduce_what_hccl_does))
+
+
 def drift(rank: int) -> None:
     """One adapter of the second process changes by one rounding after the first step."""
     from scripts import lora

@@ -149,9 +149,9 @@ def test_prometheus_file_is_replaced_now_and_then(tmp_path: Path) -> None:
 
 def test_a_prometheus_file_that_cannot_be_written(tmp_path: Path) -> None:
     """At the start it is an error that names the switch, later it is said once and the run goes on."""
-    for path in (tmp_path, tmp_path / "absent" / "run.prom"):
-        with pytest.raises(ValueError, match=f"--prometheus {re.escape(str(path))} cannot be written"):
-            prometheus.Textfile(str(path), print)
+    for path in (str(tmp_path), str(tmp_path / "absent" / "run.prom"), ""):
+        with pytest.raises(ValueError, match=f"--prometheus {re.escape(path)} cannot be written"):
+            prometheus.Textfile(path, print)
     folder, said = tmp_path / "folder", []
     folder.mkdir()
     textfile = prometheus.Textfile(str(folder / "run.prom"), said.append)

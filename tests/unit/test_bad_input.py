@@ -2,16 +2,18 @@
 written."""
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from datasets import IterableDataset
 from PIL import Image
 
-from modeling_latentmoe.training import checkpoint, files, lora
+from modeling_latentmoe.training import checkpoint, files, lora, monitor
 from modeling_latentmoe.training.arguments import parse
 from modeling_latentmoe.training.loading import load_model
 from scripts import generate
@@ -301,6 +303,29 @@ def test_loss_that_is_not_finite_keeps_the_last_good_adapter(
     factors = [p for name, p in model.named_parameters() if "lora_" in name]
     assert all(torch.equal(a, b) for a, b in zip(factors, kept[2], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(factors, kept[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("owner", "writer"),
+    [(monitor.Loads, "write"), (checkpoint, "save_trained_state"), (torch, "save")],
+)
+def test_a_full_disk_is_one_line(
+    owner: Any, writer: str, failing: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries that write have errors of their own for it. No file can become longer once `writer` begins."""
+    write, limit = getattr(owner, writer), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limit[1]))
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(owner, writer, full)
+    try:
+        message = failing("--max_steps", "2", "--save_every", "1", untouched=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "File too large" in message
+    assert not (tmp_path / "run" / "checkpoint-000001").exists()
 
 
 @pytest.mark.slow

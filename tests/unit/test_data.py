@@ -1,6 +1,7 @@
 """From dataset rows to batches: every format, every mistake in a row, packing, order and resume."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,22 @@ def test_long_samples_are_dropped_whole_and_counted(processor: LatentMoEProcesso
     assert source.too_long == 5
     with pytest.raises(ValueError, match=r"nothing to train on: 10 samples exceed --max_length 5"):
         next(iter(batches(rows, processor, max_length=5)))
+
+
+def test_a_share_without_usable_rows_waits_for_the_next_epoch(processor: LatentMoEProcessor) -> None:
+    """Of four rows one is short enough: in every epoch one of two processes has nothing."""
+    texts = ["3"] + ["3 " * 40] * 3
+    dataset = Dataset.from_list([{"prompt": "Which digit is this?", "completion": text} for text in texts])
+    limit = len(data.encode_chat(processor, data.read_chat("d", dataset[0])))
+    owners = [
+        len([row for row in Rows("d", dataset, 0, 2, 0).epoch(epoch) if row[0] == "d, row 0"]) for epoch in range(9)
+    ]
+    assert {0, 1} == set(owners)
+    for rank in range(2):
+        source = batches(Rows("d", dataset, rank, 2, seed=0), processor, max_length=limit)
+        assert [answers(batch, processor) for batch in islice(source, 3)] == [["3"]] * 3
+        with pytest.raises(ValueError, match="nothing to train on: 2 samples exceed"):
+            next(iter(batches(Rows("d", dataset, rank, 2, seed=0), processor, max_length=limit - 1)))
 
 
 def test_bad_images_stop_the_run_or_are_counted(processor: LatentMoEProcessor) -> None:

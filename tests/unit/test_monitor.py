@@ -157,8 +157,9 @@ def test_overwriting_removes_the_old_run_and_nothing_else(tmp_path: Path) -> Non
         (tmp_path / name).write_text("old")
     (tmp_path / "checkpoint-000003").mkdir()
     (tmp_path / "checkpoint-000004.partial").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
     checkpoint.start_output(tmp_path, {"lr": 1.0})
-    assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "run.yaml"}
+    assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "run.yaml", "checkpoint-best"}
     assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"lr": 1.0}
 
 

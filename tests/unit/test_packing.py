@@ -143,8 +143,18 @@ def test_isolation_holds_with_lora_in_training():
     targets = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["experts.gate_up_proj"]}
     model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets)).train()
     first, second = torch.randint(0, 250, (1, 20)), torch.randint(0, 250, (1, 15))
-    logits = [model(**pack([replaced, second])).logits[:, 20:] for replaced in (first, 249 - first)]
+    logits, gradients = [], []
+    for replaced in (first, 249 - first):
+        row = pack([replaced, second])
+        labels = torch.cat([torch.full_like(first, -100), second], dim=1)
+        output = model(**row, labels=labels)
+        output.loss.backward()
+        logits.append(output.logits[:, 20:])
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
     assert torch.equal(*logits)
+    assert len(gradients[0]) > 8 and any(grad.any() for grad in gradients[0])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
 
 
 @torch.no_grad()
