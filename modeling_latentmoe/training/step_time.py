@@ -258,8 +258,8 @@ def all_to_all(config: LatentMoETextConfig, operators: Operators, machine: Machi
         links = near * row_bytes / operators.bandwidth["all_to_all"], far * row_bytes / operators.bandwidth["machines"]
         return operators.collective_s + max(links)
 
-    # latents, ids and weights of experts, then sums in fp32; gradients of the sums and of both
-    forward = operators.counts_s + exchange(2 * latent + 12 * chosen) + exchange(4 * latent)
+    # latents, ids (int32) and weights (fp32) of experts, then sums in fp32; gradients of the sums and of both
+    forward = operators.counts_s + exchange(2 * latent + 8 * chosen) + exchange(4 * latent)
     backward = exchange(2 * latent) + exchange(2 * latent + 4 * chosen)
     rows = work.tokens * ranks_of_token(config, work.ep)
     copied = [rows * latent * per_number / operators.bandwidth["memory"] for per_number in ROW_MEMORY]

@@ -181,7 +181,7 @@ def test_dispatch_and_combine() -> None:
     """Two devices of one machine: one row a token leaves; 64 devices of eight machines: 56 / 64 of 14.4 rows do."""
     layers, T, L = 92, 8192, 3584
     rows = [T * ranks_of_token(K3, ep) for ep in (2, 64)]
-    hops = (2 * L + 12 * 16, 4 * L, 2 * L, 2 * L + 4 * 16)
+    hops = (2 * L + 8 * 16, 4 * L, 2 * L, 2 * L + 4 * 16)
     link, far, memory = (OPERATORS.bandwidth[name] for name in ("all_to_all", "machines", "memory"))
     fixed = 4 * OPERATORS.collective_s + OPERATORS.counts_s
     near = layers * (fixed + sum(hops) * rows[0] / 2 / link + 84 * L * rows[0] / memory)
