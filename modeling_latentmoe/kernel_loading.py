@@ -72,6 +72,9 @@ def check_choice(choice: str, device: torch.device, dtype: torch.dtype) -> None:
 def _problem_of_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type not in DEVICES:
         return f"kernels run on {' and '.join(DEVICES)} devices, the tensors are on {device}"
+    # Torch calls AMD's devices cuda too, some even with the capability of Hopper.
+    if torch.version.hip is not None:
+        return "kernels are written for the GPUs of NVIDIA, this torch is built for those of AMD"
     return None if dtype in DTYPES else f"there are no kernels for {dtype}"
 
 

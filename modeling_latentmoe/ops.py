@@ -57,8 +57,8 @@ L2_EPS = 1e-6
 # Widths of keys and values, and of convolutions, for which there are kernels.
 KDA_KERNEL_WIDTHS = ((128, 128), (64, 64))
 CONV_KERNEL_WIDTHS = range(2, 9)
-# The longest row that a norm or mixture kernel holds.
-ROW_KERNEL_WIDTH = 16384
+# The longest rows that the kernels of a mixture and of a gated norm hold.
+MIXTURE_KERNEL_WIDTH, NORM_KERNEL_WIDTH = 16384, 8192
 # What the kernels of the experts hold of a token's choices, of experts, and of the ranks of a matrix's adapters.
 EXPERT_KERNEL_SLOTS, EXPERT_KERNEL_EXPERTS, EXPERT_KERNEL_RANK = 32, 1024, 64
 # Indexers, and heads and latents (all of one, and its part that is the value), for which there are kernels.
@@ -196,8 +196,8 @@ def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=eps) if found is None else found
 
 
-def _row_problem(x: torch.Tensor) -> str | None:
-    return None if x.shape[-1] <= ROW_KERNEL_WIDTH else f"rows are {x.shape[-1]} wide, over {ROW_KERNEL_WIDTH}"
+def _row_problem(x: torch.Tensor, widest: int) -> str | None:
+    return None if x.shape[-1] <= widest else f"rows are {x.shape[-1]} wide, over {widest}"
 
 
 @full_precision
@@ -205,7 +205,7 @@ def attn_residual(
     sources: Sequence[torch.Tensor], score_D: torch.Tensor, eps: float, kernels: str = "torch"
 ) -> torch.Tensor:
     """softmax_j(rms_norm(V_j) . score) mixture of the raw sources V_j [B, T, D], in fp32, rounded once."""
-    kernel = kernel_for("residual", kernels, *sources, problem=_row_problem(sources[0]))
+    kernel = kernel_for("residual", kernels, *sources, problem=_row_problem(sources[0], MIXTURE_KERNEL_WIDTH))
     if kernel := kernel or mixture_kernels_npu(sources, kernels):
         return kernel.attn_residual(sources, score_D, eps)
     wide = [_wide(v) for v in sources]
@@ -221,7 +221,7 @@ def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, kernels: str = "torch"
 ) -> torch.Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last axis, all in fp32, rounded once to x.dtype."""
-    kernel = kernel_for("residual", kernels, x, gate, problem=_row_problem(x))
+    kernel = kernel_for("residual", kernels, x, gate, problem=_row_problem(x, NORM_KERNEL_WIDTH))
     if kernel := kernel or norm_kernels_npu(x, gate, kernels):
         return kernel.gated_rms_norm(x, gate, weight, eps)
     x32 = _wide(x)

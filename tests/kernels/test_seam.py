@@ -189,6 +189,16 @@ def test_generation_runs_on_kernels(left_padded: bool, played: Played) -> None:
     assert {"chunk_kda with state", "short_conv", "step_kda"} <= set(played.calls)
 
 
+def test_a_cached_token_has_gradients_on_kernels(played: Played) -> None:
+    """The kernel of a single step has none."""
+    model, ids = small_model().eval(), batches()["one row"]["input_ids"]
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    played.calls.clear()
+    model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits.sum().backward()
+    assert "chunk_kda with state" in played.calls and "step_kda" not in played.calls
+
+
 def test_a_forward_without_cache_keeps_no_states(played: Played) -> None:
     model = small_model().eval()
     ids = batches()["one row"]["input_ids"]
@@ -238,9 +248,24 @@ def test_tensors_of_different_dtypes_are_torch(played: Played) -> None:
 
 
 def test_rows_that_no_kernel_holds_are_torch(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "ROW_KERNEL_WIDTH", 95)
+    monkeypatch.setattr(ops, "MIXTURE_KERNEL_WIDTH", 95)
     results(small_model(), batches()["one row"], "auto")
     assert "attn_residual" not in played.calls and "gated_rms_norm" in played.calls
+    played.calls.clear()
+    x = torch.ones(1, 8193)
+    assert torch.equal(ops.gated_rms_norm(x, x, x[0], 0.0, "auto"), ops.gated_rms_norm(x, x, x[0], 0.0))
+    assert not played.calls
+    with pytest.raises(ValueError, match="residual: rows are 8193 wide, over 8192"):
+        ops.gated_rms_norm(x, x, x[0], 0.0, "hub")
+
+
+def test_the_gpus_of_amd_are_torch(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch calls them cuda, and the capability of some begins with 9 like that of Hopper."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    results(small_model(), batches()["one row"], "auto")
+    assert not played.calls
+    with pytest.raises(ValueError, match=r'kernels="hub": .* written for the GPUs of NVIDIA'):
+        results(small_model(), batches()["one row"], "hub")
 
 
 def test_a_trained_head_has_no_kernel(played: Played) -> None:

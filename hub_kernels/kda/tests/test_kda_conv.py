@@ -178,6 +178,14 @@ def test_same_bits(device):
             assert torch.equal(x, y)
 
 
+def test_launches_on_the_gpu_of_the_inputs(device, monkeypatch):
+    """The current GPU may be another one, as where a model is spread over the GPUs of one process."""
+    entered, device_of = [], torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: entered.append(x.shape) or device_of(x))
+    run(short_conv, *inputs(9, (8,), 4, torch.float32, device), None)
+    assert entered == [(9, 8), (9, 8)]
+
+
 @pytest.mark.gpu
 def test_compiles_as_one_graph(device):
     cu_seqlens = torch.tensor([0, 700, 700, 701, 1000], device=device)

@@ -239,6 +239,15 @@ def test_compiles_as_one_graph(device):
         assert torch.equal(x, y)
 
 
+def test_launches_on_the_gpu_of_the_states(device, monkeypatch):
+    """The current GPU may be another one, as where a model is spread over the GPUs of one process."""
+    entered, device_of = [], torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: entered.append(x.shape) or device_of(x))
+    step_kda(**step_inputs(2, 1, 16, 32, torch.float32, device), lower_bound=-5.0)
+    decode_kda(**decode_inputs(3, 1, 16, 32, 4, torch.float32, device), lower_bound=-5.0, eps=1e-5)
+    assert entered == [(2, 1, 16, 32), (3, 1, 16, 32)]
+
+
 @pytest.mark.gpu
 def test_replays_in_a_cuda_graph(device):
     """Each replay goes one token further."""

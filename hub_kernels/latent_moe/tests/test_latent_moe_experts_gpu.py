@@ -27,6 +27,14 @@ def test_released_widths(packed, rank):
     check(Case(RAGGED, L, F, torch.bfloat16, "cuda", packed, rank, factors=torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_float_weights_of_another_dtype(dtype):
+    """As where autocast runs on weights in fp32."""
+    case = Case(RAGGED, 512, 256, torch.bfloat16, "cuda", packed=False, rank=2)
+    case.gate_up, case.down = (m._replace(weight=m.weight.to(dtype)) for m in (case.gate_up, case.down))
+    check(case)
+
+
 @pytest.mark.parametrize("rows", [0, 10**9], ids=("large tiles", "small tiles"))
 def test_both_sizes_of_tiles(rows, monkeypatch):
     monkeypatch.setattr(mlp, "SMALL_TILE_ROWS", rows)

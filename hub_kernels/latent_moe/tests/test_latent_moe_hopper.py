@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from latent_moe import hopper, low_rank
+from latent_moe import hopper, low_rank, mlp
 from latent_moe.sorting import sort_slots
 
 
@@ -52,3 +52,13 @@ def test_low_rank_rows_are_padded_for_the_copy_engine(rank, device):
     assert low.shape == (5, 4 if rank <= 4 else 8)
     assert not low[:, rank:].any()
     torch.testing.assert_close(low[:, :rank], x @ factor[0].T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_float_weights_of_another_dtype_have_other_kernels(dtype, monkeypatch):
+    """Those for Hopper multiply the bits as bf16."""
+    monkeypatch.setattr(mlp.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x, weight = torch.ones(3, 64, dtype=torch.bfloat16), torch.ones(2, 64, 64, dtype=torch.bfloat16)
+    assert mlp.on_hopper(x, mlp.Matrices(weight, None, None, None, 1.0), 3)
+    assert not mlp.on_hopper(x, mlp.Matrices(weight.to(dtype), None, None, None, 1.0), 3)

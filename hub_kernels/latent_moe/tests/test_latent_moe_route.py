@@ -379,3 +379,12 @@ def test_same_bits_every_run():
         results = (routing.ids_TS, routing.weights_TS, routing.cutoff_T, *routing.rows, gradient, score_shares(logits))
         first = first or results
         assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
+
+
+def test_a_second_derivative_is_an_error(device):
+    logits, bias, _ = inputs_of(5, 8, device)
+    logits.requires_grad_()
+    weights = route(logits, bias, 2).weights_TS.sum()
+    (gradient,) = torch.autograd.grad(weights, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        (weights + gradient.square().sum()).backward()

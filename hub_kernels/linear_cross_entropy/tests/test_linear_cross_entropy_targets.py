@@ -109,6 +109,15 @@ def test_arguments_are_refused_by_name(arguments):
                 linear_cross_entropy(*arguments)
 
 
+def test_a_second_derivative_is_an_error(arguments):
+    hidden, weight, target = arguments
+    hidden = hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target).sum()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        (loss + gradient.square().sum()).backward()
+
+
 def test_compiles_in_one_graph(arguments, device):
     hidden, weight, target = arguments
     expected = run(hidden, weight, target)

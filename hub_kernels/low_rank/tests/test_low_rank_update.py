@@ -143,6 +143,8 @@ def test_refusals_name_the_argument(device):
         ((y, x, a, b[:, :3]), r"b_Or: shape \(24, 3\)"),
         ((y, x, a.double(), b), "a_rI: dtype torch.float64"),
         ((y, x, a, b.int()), "b_Or: dtype torch.int32"),
+        ((y[0, 0], x, a, b), r"y: shape \(\) needs a last axis"),
+        ((y, x[0, 0], a, b), r"x: shape \(\) needs a last axis"),
     ]:
         with pytest.raises(ValueError, match=message):
             updated(*inputs)

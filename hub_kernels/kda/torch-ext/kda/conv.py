@@ -298,11 +298,13 @@ def _forward(
     M, blocks = len(xs[0]), sum(triton.cdiv(x.shape[1], FORWARD["BP"]) for x in xs)
     if M > 0:
         BT, N = _tiles(M, blocks, FORWARD_WAVE, FORWARD["U"])
-        _forward_kernel[(blocks, N)](
-            *_three(xs, xs), *_three(weights, xs), *_three(tails, xs), *_three(ys, xs), position, document,
-            M, BT, *_channels(xs), *(x.stride(0) for x in _three(xs, xs)),
-            W=weights[0].shape[1], DOCUMENTS=position is not None, TAILS=len(tails) > 0, **FORWARD, num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(xs[0]):
+            _forward_kernel[(blocks, N)](
+                *_three(xs, xs), *_three(weights, xs), *_three(tails, xs), *_three(ys, xs), position, document,
+                M, BT, *_channels(xs), *(x.stride(0) for x in _three(xs, xs)),
+                W=weights[0].shape[1], DOCUMENTS=position is not None, TAILS=len(tails) > 0, **FORWARD,
+                num_warps=WARPS,
+            )  # fmt: skip
     return ys
 
 
@@ -331,13 +333,14 @@ def _backward(
     parts = [torch.empty(N, W, x.shape[1], dtype=torch.float32, device=x.device) for x in xs]
     if M > 0:
         dys = [_rows_contiguous(dy) for dy in dys]
-        _backward_kernel[(blocks, N)](
-            *_three(xs, xs), *_three(weights, xs), *_three(tails, xs), *_three(dys, xs), position, document,
-            *_three(dxs, xs), *_three(parts, xs), *_three(dzs, xs),
-            M, BT, *_channels(xs), *(x.stride(0) for x in _three(xs, xs)), *(dy.stride(0) for dy in _three(dys, xs)),
-            W=W, DOCUMENTS=position is not None, TAILS=len(tails) > 0, TAIL_GRADIENTS=tail_gradients, **BACKWARD,
-            num_warps=WARPS,
-        )  # fmt: skip
+        strides = [x.stride(0) for x in (*_three(xs, xs), *_three(dys, xs))]
+        with torch.cuda.device_of(xs[0]):
+            _backward_kernel[(blocks, N)](
+                *_three(xs, xs), *_three(weights, xs), *_three(tails, xs), *_three(dys, xs), position, document,
+                *_three(dxs, xs), *_three(parts, xs), *_three(dzs, xs), M, BT, *_channels(xs), *strides,
+                W=W, DOCUMENTS=position is not None, TAILS=len(tails) > 0, TAIL_GRADIENTS=tail_gradients, **BACKWARD,
+                num_warps=WARPS,
+            )  # fmt: skip
     dws = [part.sum(0).t().contiguous() for part in parts]
     return dxs + dws + [_tail_gradient(*three) for three in zip(dzs, weights, tails, strict=False)]
 

@@ -151,10 +151,11 @@ def _step_op(
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     new = torch.empty(state.shape, dtype=state.dtype, device=state.device)
     if B > 0:
-        _step_kernel[(B * H,)](
-            q, k, v, f, beta, A_log, dt_bias, state, o, new, lower_bound or 0.0,
-            H=H, K=K, V=V, BOUNDED=lower_bound is not None, num_warps=_warps(K, V),
-        )  # fmt: skip
+        with torch.cuda.device_of(state):
+            _step_kernel[(B * H,)](
+                q, k, v, f, beta, A_log, dt_bias, state, o, new, lower_bound or 0.0,
+                H=H, K=K, V=V, BOUNDED=lower_bound is not None, num_warps=_warps(K, V),
+            )  # fmt: skip
     return o, new
 
 
@@ -214,12 +215,13 @@ def _decode_op(
     _, H, K, V = state.shape
     y = torch.empty(x_v.shape, dtype=x_v.dtype, device=x_v.device)
     if len(x_v) > 0:
-        _decode_kernel[(len(x_v) * H,)](
-            x_q, x_k, x_v, w_q, w_k, w_v, pool_q, pool_k, pool_v, f, beta, A_log, dt_bias, state, gate, norm_weight,
-            slots, y, lower_bound or 0.0, eps,
-            H=H, K=K, V=V, W=w_q.shape[1], BOUNDED=lower_bound is not None, SLOTS=slots is not None,
-            num_warps=_warps(K, V),
-        )  # fmt: skip
+        with torch.cuda.device_of(state):
+            _decode_kernel[(len(x_v) * H,)](
+                x_q, x_k, x_v, w_q, w_k, w_v, pool_q, pool_k, pool_v, f, beta, A_log, dt_bias, state, gate,
+                norm_weight, slots, y, lower_bound or 0.0, eps,
+                H=H, K=K, V=V, W=w_q.shape[1], BOUNDED=lower_bound is not None, SLOTS=slots is not None,
+                num_warps=_warps(K, V),
+            )  # fmt: skip
     return y
 
 

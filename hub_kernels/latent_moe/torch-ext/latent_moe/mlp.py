@@ -102,6 +102,9 @@ def on_hopper(x: torch.Tensor, matrices: Matrices, rows: int) -> bool:
     """Whether products run in the kernels written for Hopper: bf16, widths in multiples of 64."""
     if hopper is None or x.dtype != torch.bfloat16 or rows == 0 or triton.knobs.runtime.interpret:
         return False
+    # The copy engine brings float weights as they are, and the bits of others would be multiplied as bf16.
+    if matrices.scale is None and matrices.weight.dtype != torch.bfloat16:
+        return False
     _, N, K = matrices.shape
     return N % 64 == K % 64 == 0 and torch.cuda.get_device_capability(x.device)[0] == 9
 

@@ -251,7 +251,8 @@ def _save(ctx, inputs, output):
     logits_TE, _, _, _, ctx.renormalize, ctx.scaling_factor, _ = inputs
     ids_TS, _, scores_TS, *others = output
     ctx.experts = logits_TE.shape[1]
-    ctx.mark_non_differentiable(ids_TS, scores_TS, *others)
+    # Not the scores: a second derivative is then an error, not one without the part through them.
+    ctx.mark_non_differentiable(ids_TS, *others)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(ids_TS, scores_TS)
 

@@ -49,11 +49,10 @@ def _(rows, scale):
 
 
 def _keep_gradient(ctx, inputs, output):
-    gradient_ND = output[1]
-    ctx.mark_non_differentiable(gradient_ND)
+    # Not marked as non-differentiable: a second derivative is then an error, not one without the part through hidden.
     # The gradient's own gradient, which nobody asks for, would otherwise be zeros of its size.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gradient_ND)
+    ctx.save_for_backward(output[1])
 
 
 def _backward(ctx, loss_gradient, _):

@@ -39,6 +39,8 @@ def _check(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...
         raise ValueError(f"{name}: dtype {x.dtype} is not supported, use bfloat16, float16 or float32")
     if x.dtype != dtype:
         raise ValueError(f"{name}: dtype {x.dtype} should be {dtype}, that of y")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: shape () needs a last axis")
     if x.dim() < len(shape) or x.shape[x.dim() - len(shape) :] != shape or 0 in shape:
         raise ValueError(f"{name}: shape {tuple(x.shape)} should end in {tuple(shape)}, none of them 0")
     if x.device != y.device:
