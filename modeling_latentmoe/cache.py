@@ -4,7 +4,7 @@ KDA keeps the last convolution inputs and one fp32 state matrix per head, whatev
 one latent per token (kv_lora_rank normed + qk_rope_head_dim raw); indexed layers with an indexer add one index key,
 and where keys are pooled as many numbers again.
 
-Legend: B batch, S remembered tokens.
+Legend: B batch, T new tokens, S remembered tokens.
 """
 
 import inspect

@@ -323,8 +323,7 @@ def _call_name(call: Mapping[str, Any]) -> str | None:
 
 
 def _in_call_order(messages: Sequence[Message]) -> Iterator[Message]:
-    """Each run of tool results in the order of the assistant's calls, matched by `tool_call_id`, named after
-    them.
+    """Each run of tool results in the order of the assistant's calls, matched by `tool_call_id`, named after them.
 
     A run with a result that matches no call keeps its order and its own names.
     """
@@ -354,9 +353,7 @@ def _in_call_order(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _number_tool_results(messages: Iterable[Message]) -> Iterator[tuple[Message, int]]:
-    """With each message the count of tool results since the last assistant; unnamed results take the call's
-    name.
-    """
+    """With each message the count of tool results since the last assistant; unnamed results take the call's name."""
     calls: Sequence[Mapping[str, Any]] = ()
     count = 0
     for message in messages:

@@ -7,7 +7,9 @@ On disk every routed expert has its own matrices, under the released names (Kimi
 
 In memory the experts of a layer are stacked: `gate_up_proj` [E, 2F, L] holds the rows of w1 then of w3,
 `down_proj` [E, L, F] is w2; packed stacks have `gate_up_scale` and `down_scale` beside them. All other
-tensors have the same name and shape on both sides. Everything here is derived from the two tables below.
+tensors have the same name and shape on both sides. Everything here is derived from the tables below.
+
+Legend: E experts, F expert hidden width, L latent width, M matrices in a stack.
 """
 
 import os

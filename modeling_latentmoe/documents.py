@@ -4,7 +4,8 @@ A batch row may hold padding and several packed documents. Layers that mix token
 restarts its convolution and its recurrent state, attention must not look across, the router must not see padding.
 
 Legend: B batch, T tokens of this call, S cached + new tokens, M real (unpadded) tokens of the whole batch in order,
-        D documents, W convolution width, C tokens per chunk, N chunks.
+        P cached tokens, D documents, R documents with cached keys, W convolution width, C tokens per chunk, N chunks,
+        G pools of keys.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,12 @@
 """KDA: linear attention whose state forgets per channel and corrects itself by the delta rule (Kimi Linear report).
 
-Legend: B batch, T tokens, D model width, M real tokens, X documents, H heads, K key width, W convolution width,
-        P = H * K projection width.
+Legend: B batch, T tokens, D model width, M real tokens, X documents (D in documents.py), H heads, K key width,
+        W convolution width, P = H * K projection width.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ A_LOG_PADDING = 128
 class ShortConvolution(Float32Parameters):
     """Depthwise causal convolution weight [P, 1, W], fp32; tap W - 1 multiplies the current token."""
 
-    float32_parameters: ClassVar[tuple[str, ...]] = ("weight",)
+    float32_parameters: tuple[str, ...] = ("weight",)
 
     def __init__(self, channels: int, width: int):
         super().__init__()
@@ -40,7 +39,7 @@ class ShortConvolution(Float32Parameters):
 class GatedHeadNorm(Float32Parameters):
     """Weight [K] of the norm that every head's output passes before its sigmoid gate, fp32."""
 
-    float32_parameters: ClassVar[tuple[str, ...]] = ("weight",)
+    float32_parameters: tuple[str, ...] = ("weight",)
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -57,7 +56,7 @@ class KimiDeltaAttention(Float32Parameters):
     Chunked over whole documents for training and prefill, one recurrent step for a cached token without gradients.
     """
 
-    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    float32_parameters: tuple[str, ...] = ("A_log", "dt_bias")
 
     def __init__(self, config: LatentMoETextConfig):
         super().__init__()
@@ -115,7 +114,14 @@ class KimiDeltaAttention(Float32Parameters):
 
         return projected, convolve
 
-    def _remember(self, names, projected, tails, documents: Documents, cache: LayerCache) -> None:
+    def _remember(
+        self,
+        names: tuple[str, ...],
+        projected: tuple[torch.Tensor, ...],
+        tails: tuple[torch.Tensor, ...] | None,
+        documents: Documents,
+        cache: LayerCache,
+    ) -> None:
         _, tail_XW = documents.window(self.conv_width)
         for i, (name, new_MP) in enumerate(zip(names, projected, strict=True)):
             old_XP = new_MP.new_zeros(tail_XW.numel(), new_MP.shape[1]) if tails is None else tails[i].flatten(0, 1)

@@ -1,10 +1,9 @@
 """Small parts that every block uses: normalisation, the gated MLP, and parameters that stay fp32.
 
-Legend: D model width, F hidden width.
+Legend: T tokens, D model width, E outputs of a matrix (experts of a router, heads of an indexer).
 """
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -50,7 +49,7 @@ class Float32Parameters(nn.Module):
     `module.to(torch.bfloat16)` would round them, and rounded decay rates or router biases change the model.
     """
 
-    float32_parameters: ClassVar[tuple[str, ...]] = ()
+    float32_parameters: tuple[str, ...] = ()
 
     def _apply(self, fn, recurse=True):
         # `.data` is an alias of the values before the conversion, which replaces the parameter's own in place.

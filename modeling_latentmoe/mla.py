@@ -6,8 +6,8 @@ Sparse (gated DSA, DeepSeek-V3.2 report section 2.1): an indexer scores all keys
 `index_topk` (indexer.py, sparse.py). With `learnable_sink` every head has a logit of its own beside those of its keys,
 to which it can give probability that no value gets.
 
-Legend: B batch, T tokens, S keys, D model width, Q query latent, N heads, H head width, L width of what is kept of a
-        key; M real tokens of all documents in order.
+Legend: B batch, T tokens, P tokens cached before, S keys, D model width, Q query latent, N heads, H head width,
+        V value width, L width of what is kept of a key; M real tokens of all documents in order, k chosen keys.
 """
 
 from functools import partial
@@ -103,14 +103,14 @@ class GatedLatentAttention(Float32Parameters):
     def absorb(
         self, q_BTNH: torch.Tensor, latent_BSL: torch.Tensor, documents: Documents
     ) -> tuple[Teacher, torch.Tensor]:
-        """Attention over the packed latents, and what makes values of each head of them, [latent, N, H]."""
+        """Attention over the packed latents, and what turns its outputs into values of every head, [L, N, V]."""
         # The layer's answer to the identity is its weight, with all that an adapter adds and the gradients of that.
         unit = torch.eye(self.latent_dim, dtype=latent_BSL.dtype, device=latent_BSL.device)
         weight = self.kv_b_proj(unit).unflatten(-1, (self.num_heads, -1))
-        key_LNH, value_LNH = weight.split([self.nope_dim, self.value_dim], dim=-1)
+        key_LNH, value_LNV = weight.split([self.nope_dim, self.value_dim], dim=-1)
         own, shared = documents.pack(q_BTNH).split([self.nope_dim, self.shared_dim], dim=-1)
         q_MNL = torch.cat([torch.einsum("mnh,lnh->mnl", own, key_LNH), shared], dim=-1)
-        return Teacher(q_MNL, documents.pack_keys(latent_BSL), self.scale, self.learnable_sink_param), value_LNH
+        return Teacher(q_MNL, documents.pack_keys(latent_BSL), self.scale, self.learnable_sink_param), value_LNV
 
     def _indexed(
         self, q_BTNH: torch.Tensor, latent_BSL: torch.Tensor, documents: Documents, choice: Choice
@@ -156,10 +156,10 @@ class GatedLatentAttention(Float32Parameters):
         with recomputed(k_BNSH, _join, own_BNSH, extra_BNSH):
             if documents.past_ids_BP is None:
                 kernels = self.config.kernels
-                out_BNTH = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen, kernels)
+                out_BNTV = causal_attention(*qkv, documents, self.scale, fused, sink_N, chosen, kernels)
             else:
-                out_BNTH = attention(*qkv, documents.attention_mask_BTS, self.scale, fused, sink_N)
-        return out_BNTH.transpose(1, 2).flatten(2)
+                out_BNTV = attention(*qkv, documents.attention_mask_BTS, self.scale, fused, sink_N)
+        return out_BNTV.transpose(1, 2).flatten(2)
 
     @torch.no_grad()
     def _heads(self, q_BTNH: torch.Tensor, latent_BSL: torch.Tensor, documents: Documents) -> Heads:

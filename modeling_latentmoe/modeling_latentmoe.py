@@ -9,7 +9,7 @@ causal masks. A layer does not add to one residual stream; it reads a learned mi
     LatentMoEForCausalLM              + language-model head (text only)
     LatentMoEForConditionalGeneration + vision tower and projector: what checkpoints hold
 
-Legend: B batch, T tokens, D model width, V vocabulary, E experts, I images.
+Legend: B batch, T tokens, S cached tokens, D model width, V vocabulary, E experts, I images, P media placeholders.
 """
 
 import copy
@@ -51,6 +51,7 @@ from .vision import PositionEmbedding, Projector, VisionTower
 # kernel is an operator of its own, in a library whose name changes with every build.
 SAVED_DECISIONS = [torch.ops.aten.topk.default]
 KERNEL_DECISION = "::index_topk"
+# What transformers hands on: the function, and the keywords for it.
 RECOMPUTE = partial(checkpoint)
 
 
@@ -589,6 +590,7 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
         """Token embeddings with image features written over their placeholders."""
         embeds_BTD = self.get_input_embeddings()(input_ids)
         media_BT = input_ids == self.config.media_placeholder_token_id
+        counts = media_BT.sum(1).tolist()
         waiting = cache.images if cache is not None else None
         if pixel_values is not None or grid_thws is not None:
             features = self.encode_images(pixel_values, grid_thws)
@@ -596,8 +598,7 @@ class LatentMoEForConditionalGeneration(LatentMoEPreTrainedModel, GenerationMixi
                 waiting = [features if waiting is None else torch.cat([waiting[0], features])]
             else:
                 self._images_by_row(input_ids, grid_thws)
-                waiting = list(features.split(media_BT.sum(1).tolist()))
-        counts = media_BT.sum(1).tolist()
+                waiting = list(features.split(counts))
         if waiting is None:
             _check_placeholders(sum(counts), 0)
             return embeds_BTD

@@ -1,12 +1,11 @@
-"""Latent mixture of experts: router, stacked routed experts (float or packed MXFP4), latent projections,
-shared experts.
+"""Latent mixture of experts: router, stacked routed experts (float or MXFP4), latent projections, shared experts.
 
 Legend: B batch, T tokens (of a row, or all valid ones), D model width, L latent width, F expert hidden width,
         E experts, S chosen experts per token, R rows at the experts held here (the tokens, unless an exchange
         brings others).
 """
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ class Router(Float32Parameters):
     `e_score_correction_bias` takes part in the choice only and is never trained by gradients.
     """
 
-    float32_parameters: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
+    float32_parameters: tuple[str, ...] = ("e_score_correction_bias",)
 
     def __init__(self, config: LatentMoETextConfig):
         super().__init__()
@@ -53,8 +52,7 @@ class Router(Float32Parameters):
 
 
 class Experts(LogicalShapes, nn.Module):
-    """All routed experts of a layer, stacked: `gate_up_proj` [E, 2F, L] (gate rows first) and `down_proj` [E,
-    L, F].
+    """All routed experts of a layer, stacked: `gate_up_proj` [E, 2F, L] (gate rows first) and `down_proj` [E, L, F].
 
     With `config.packed_experts` both are frozen MXFP4 bytes, uint8 [..., in / 2], beside `gate_up_scale` and
     `down_scale`, uint8 [..., in / 32].
@@ -199,7 +197,7 @@ class LatentMoE(nn.Module):
         load_E.scatter_add_(0, ids_TS.flatten(), torch.ones_like(ids_TS).flatten())
         x_TL = x_TD if self.routed_expert_down_proj is None else self.routed_expert_down_proj(x_TD)
         dispatched = self.exchange.dispatch(x_TL, ids_TS, weights_TS)
-        # here: tokens may be on their way
+        # Between dispatch and the experts, because the tokens may still be on their way to them.
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
         y_TD = self._routed(dispatched)
         if shared_TD is not None:
@@ -212,8 +210,7 @@ class LatentMoE(nn.Module):
         return y_BTD, all_logits, load_E
 
     def _routed(self, dispatched: Dispatched) -> torch.Tensor:
-        # PEFT may have wrapped the experts: its factors go to the grouped product, its own forward does not
-        # run.
+        # PEFT may have wrapped the experts: its factors go to the grouped product, its own forward does not run.
         experts, adapters = unwrap_experts(self.experts, Experts)
         sum_RL = experts(dispatched.x_RL, dispatched.ids_RS, dispatched.weights_RS, adapters)
         sum_TL = self.exchange.combine(sum_RL, dispatched)

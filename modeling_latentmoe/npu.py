@@ -136,15 +136,14 @@ def causal_attention(
     choice: str,
 ) -> torch.Tensor | None:
     """`ops.causal_attention`: all documents in one call."""
-    lengths = documents.lengths
 
     def problem() -> str | None:
-        return _attention_problem(q_BNTK, v_BNTV, lengths, fused, sink_N)
+        return _attention_problem(q_BNTK, v_BNTV, documents.lengths, fused, sink_N)
 
     if not serves("causal_attention", choice, q_BNTK, ("npu_fusion_attention",), problem):
         return None
     q_MNK, k_MNK, v_MNV = (documents.pack(x.transpose(1, 2)).contiguous() for x in (q_BNTK, k_BNTK, v_BNTV))
-    place_M = None
+    place_M, lengths = None, documents.lengths
     if chosen is not None:
         computed_D = torch.tensor(chosen, device=q_MNK.device)
         place_M = torch.repeat_interleave(computed_D, documents.length_D).nonzero().squeeze(1)

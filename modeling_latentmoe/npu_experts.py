@@ -5,7 +5,7 @@ backward; only their bytes are kept. Ascend 950 multiplies MXFP4 itself, but by 
 the gradient of the input: that is another function, and it is not used.
 
 Legend: T tokens, S chosen experts per token, L latent width, E experts, R routed rows sorted by expert, I and O input
-        and output width of a matrix, e experts of a block, r adapter rank.
+        and output width of a matrix, F expert hidden width, N = T * S slots, e experts of a block, r adapter rank.
 """
 
 from collections.abc import Callable, Iterator

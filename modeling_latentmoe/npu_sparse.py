@@ -9,8 +9,9 @@ side, and gradients of the shared keys add up. The loss of an indexer has the gr
 teacher p, which is a mean over heads: gradients of the parts are averaged by their numbers of heads. The loss itself is
 not linear; its value is taken from the torch definition. Losses take 8192 queries at a time.
 
-Legend: T queries, S keys, k listed keys, I index heads, K index width, N heads, L width of a latent, H head width and
-        V value width of dense attention, n heads of a part.
+Legend: T queries, t queries of a block, S keys, G keys or pools of them, k listed keys, I index heads, K index width,
+        N heads, n heads of a part, L width of a latent, E its extra numbers, H head width and V value width of dense
+        attention.
 """
 
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ def pieces(ranges: Ranges, queries: int | None = None, documents: int | None = N
                 # Remembered keys of a document without queries.
                 query_ends.append(query_ends[-1])
                 key_ends.append(run.first - low)
-            room = len(range(run.start, run.stop)) if queries is None else queries - query_ends[-1]
+            room = run.stop - run.start if queries is None else queries - query_ends[-1]
             if run.stop - run.start > room:
                 todo.append(run._replace(start=run.start + room))
                 run = run._replace(stop=run.start + room, end=run.end - (run.stop - run.start - room))

@@ -1,16 +1,17 @@
 """The one seam between the model and its kernels: every fused operation is named here once.
 
 Each function is the readable torch definition, which is also what kernels are tested against (sparse.py has those of
-sparse attention). Statistics and
-accumulations run in `promote_types(dtype, float32)`, so everything also runs in float64. Those that take `kernels`,
-the caller's choice "auto", "torch" or "hub" (`config.kernels`), first ask for a kernel (kernel_loading.py).
+sparse attention). Statistics and accumulations run in `promote_types(dtype, float32)`, so everything also runs in
+float64. Those that take `kernels`, the caller's choice "auto", "torch" or "hub" (`config.kernels`), first ask for a
+kernel (kernel_loading.py).
 
-Legend: B batch, T tokens, S keys, D model width (of states and tails: documents), M real tokens of all documents in
-        order, N chunks (heads in attention, predicted tokens in a loss), C tokens per chunk, H heads, K key width,
-        V value width (or vocabulary, in a loss), W convolution width, P convolution channels, F hidden width.
-        In the mixture of experts: E experts, S chosen experts per token, G groups of experts, L latent width,
+Legend: B batch, T tokens, S keys, D model width (of states and tails: documents), J sources of a mixture, M real tokens
+        of all documents in order, N chunks (heads in attention, predicted tokens in a loss), C tokens per chunk,
+        H heads, K key width, V value width (or vocabulary, in a loss), W convolution width, P convolution channels,
+        F hidden width; t and n are a block of T and of N.
+        In the mixture of experts: E experts, S chosen experts per token, G groups of e experts, L latent width,
         R routed rows sorted by expert. I and O input and output width of a matrix, r adapter rank.
-        In sparse attention the letters of sparse.py.
+        In sparse attention the letters of sparse.py, such as k listed keys.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -435,7 +436,7 @@ def _sparse_problem(q_TNL: torch.Tensor, value_width: int) -> str | None:
     """Why the kernels cannot attend to latents of this shape, if so."""
     _, heads, width = q_TNL.shape
     if heads > SPARSE_KERNEL_HEADS or (width, value_width) != SPARSE_KERNEL_WIDTHS:
-        return f"{heads} heads attend to {width} numbers, {value_width} of them values, not up to 128 to 576 and 512"
+        return f"{heads} heads attend to {width} numbers, {value_width} of them values; kernels take 128, 576, 512"
     return None
 
 
@@ -620,10 +621,9 @@ def causal_attention(
 ) -> torch.Tensor:
     """`attention` of tokens to the earlier ones of their document, [B, N, T, V], document by document: a mask over the
     whole batch would rule out torch's fast kernels. Zeros at padding, and in documents that are not `chosen`."""
-    if on_npu(q_BNTK, kernels):
-        found = causal_attention_npu(q_BNTK, k_BNTK, v_BNTV, documents, scale, fused, sink_N, chosen, kernels)
-        if found is not None:
-            return found
+    found = causal_attention_npu(q_BNTK, k_BNTK, v_BNTV, documents, scale, fused, sink_N, chosen, kernels)
+    if found is not None:
+        return found
     if not documents.packed and documents.valid_BT is None and chosen is None:
         return _causal(q_BNTK, k_BNTK, v_BNTV, scale, fused, sink_N)
     lengths = documents.lengths
@@ -651,7 +651,7 @@ def _causal(
     sink_N: torch.Tensor | None,
 ) -> torch.Tensor:
     if fused and sink_N is None:
-        # torch's own order tries cuDNN late, which is the fastest by far where keys are wider than values
+        # Torch's own order tries cuDNN late, which is the fastest by far where keys are wider than values.
         with sdpa_kernel(SDPA_ORDER, set_priority=True):
             return F.scaled_dot_product_attention(q_BNTK, k_BNTK, v_BNTV, is_causal=True, scale=scale)
     T = q_BNTK.shape[2]

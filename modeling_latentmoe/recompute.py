@@ -22,9 +22,8 @@ def recomputed(
     outputs: what function(*inputs) gave, one tensor or several. Those that lie in the memory of an input, as where the
     function had nothing to do, are kept. The function draws no random numbers; what it needs beside `inputs`, such as
     weights, is there in backward, unchanged. RuntimeError in backward where a tensor that was kept has been changed in
-    place, as torch raises without these. These nest, also in
-    activation checkpointing and other hooks on saved tensors: the hooks around are given what is kept here. What is
-    compiled keeps what its compiler chooses.
+    place, as torch raises without these hooks. They nest, also in activation checkpointing and other hooks on saved
+    tensors: the hooks around are given what is kept here. What is compiled keeps what its compiler chooses.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()

@@ -6,7 +6,8 @@ with -1 behind the last one. Queries are taken in blocks, in forward and again i
 and never with T x S. `ops.py` puts kernels in front of these functions.
 
 Legend: T queries, t queries of a block, S keys, s keys that a block sees, k listed keys, I index heads, K index width,
-        N heads, L width of a latent, V width of its part that is the value, G pools of P keys.
+        N heads, L width of a latent, V width of its part that is the value, G pools of P keys, g pools that a block
+        sees.
 """
 
 from collections.abc import Callable, Iterator

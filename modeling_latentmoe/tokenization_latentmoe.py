@@ -64,8 +64,7 @@ _CHAR_TO_BYTE = {char: byte for byte, char in _BYTE_TO_CHAR.items()}
 
 
 class LatentMoETokenizer(PreTrainedTokenizer):
-    """Ranks of `tiktoken.model`, then 256 reserved ids: those named in the config, `<|reserved_token_{id}|>`
-    otherwise.
+    """Ranks of `tiktoken.model`, then 256 reserved ids: those named in the config, `<|reserved_token_{id}|>` otherwise.
 
     `tokenizer(text)` reads marker strings as special tokens, as released; `split_special_tokens=True` spells
     them out. `apply_chat_template` encodes XTML by segments, in which a marker that a user typed stays text.
@@ -223,9 +222,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Blocks of MAX_CHARS, each cut again after every MAX_RUN characters of one run of spaces or of
-    non-spaces.
-    """
+    """Blocks of MAX_CHARS, each cut again after every MAX_RUN characters of one run of spaces or of non-spaces."""
     for start in range(0, len(text), MAX_CHARS):
         block = text[start : start + MAX_CHARS]
         runs = (run.span() for run in re.finditer(r"\s+|\S+", block))
@@ -240,8 +237,7 @@ TINY_SPECIAL_TOKENS = (
 
 
 def tiny_tokenizer(sentences: Iterable[str] = (), vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with merges learnt from `sentences`: 256 bytes, merges, then TINY_SPECIAL_TOKENS at the
-    end.
+    """Byte-level BPE with merges learnt from `sentences`: 256 bytes, merges, then TINY_SPECIAL_TOKENS at the end.
 
     `vocab_size` is the most it may have, special tokens included; few sentences give fewer. It is saved as a
     plain tokenizer.json that AutoTokenizer loads without remote code.

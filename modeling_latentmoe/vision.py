@@ -1,7 +1,9 @@
 """MoonViT vision tower and the projector into the text width, as in the released Kimi-K3 checkpoint.
 
-Shape suffixes: P patches of all media items, D tower width, N heads, H head width, G items of equal length L
-that are computed together, M merged tokens. A media item is one image (t = 1) or one short clip (t frames).
+A media item is one image (t = 1) or one short clip (t frames).
+
+Legend: P patches of all media items, D tower width, N heads, H head width, G items of equal length L that are computed
+        together, M merged tokens.
 """
 
 from itertools import groupby
@@ -41,7 +43,6 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: LatentMoEVisionConfig) -> None:
         super().__init__()
-        self.frames = config.init_pos_emb_time
         self.mode = config.pos_emb_interpolation_mode
         self.weight = nn.Parameter(
             torch.empty(config.init_pos_emb_height, config.init_pos_emb_width, config.vt_hidden_size)

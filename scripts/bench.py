@@ -294,7 +294,7 @@ def train(args: argparse.Namespace, model: Path, data: Path, output: Path) -> No
 
 
 def number(text: str) -> tuple[str, int]:
-    """ "num_experts=14" -> ("num_experts", 14)."""
+    """Name and value of an entry of --set, such as "num_experts=14"."""
     name, _, value = text.partition("=")
     return name, int(value)
 

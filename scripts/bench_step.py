@@ -9,9 +9,10 @@
 
 Layers 0-3 are KDA with a dense feed-forward, two of KDA with experts and one of MLA with experts, at full width, with
 random weights: routed experts in MXFP4, everything else in bf16, adapters of rank 16 and of rank 2 on every routed
-expert. A step goes from layer inputs to the last norm and back to the inputs and adapters: no embedding, head,
-optimizer or communication. First the kernels' results and torch's are compared with float32. Where NeMo AutoModel is
-installed, its layers run in the same process, bf16, without adapters, with the fastest of its options.
+expert. A step goes from layer inputs to the last norm and back to the inputs and adapters: no embedding, head or
+optimizer, and no communication but that of --ep. First the kernels' results and torch's are compared with float32.
+Where NeMo AutoModel is installed, its layers run in the same process, bf16, without adapters, with the fastest of its
+options.
 
 Results, with the device time by what it is spent on, go to results/h200.json.
 """

@@ -116,17 +116,8 @@ def shuffled(data: Path, number: int) -> Path:
 def run(args: argparse.Namespace, folder: Path, data: Path, layout: Layout, dtype: str, more: Sequence[str]) -> Run:
     """Train in one layout. A step is one pass over the data: each process packs all of its rows into one."""
     output = folder / "run"
-    settings = [
-        "--model",
-        SHIPPED_MODEL,
-        "--dataset",
-        str(data),
-        "--packing",
-        "--batch_size",
-        "16",
-        "--max_length",
-        "256",
-    ]
+    settings = ["--model", SHIPPED_MODEL, "--dataset", str(data), "--packing", "--batch_size", "16"]
+    settings += ["--max_length", "256"]
     settings += ["--max_steps", str(STEPS), "--ep", str(layout.ep), "--dtype", dtype, "--save_every", str(STEPS)]
     settings += ["--output_dir", str(output), "--overwrite", *more]
     script = ["scripts/lora.py", *settings]
@@ -147,7 +138,7 @@ def run(args: argparse.Namespace, folder: Path, data: Path, layout: Layout, dtyp
     )
     if done.returncode:
         raise OSError(f"{layout} failed: {done.stderr[-3000:]}")
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(output / "metrics.jsonl")
     losses, norms = (torch.tensor([r[name] for r in records], dtype=torch.float64) for name in ("loss", "grad_norm"))
     adapter = load_file(output / "adapter_model.safetensors")
     trainable = next(line for line in done.stdout.splitlines() if line.startswith("trainable parameters"))

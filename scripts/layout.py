@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
+from modeling_latentmoe.configuration_latentmoe import RELEASED_MODEL_TYPE, LatentMoEConfig
 from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.launch import read_launch
 from modeling_latentmoe.training.layout import (
@@ -57,7 +57,7 @@ def layout(argv: Sequence[str]) -> None:
     launch = read_launch(args.config_file, switches)
     world, copies = launch.processes, launch.copies
     kind = LatentMoEConfig.get_config_dict(args.model)[0].get("model_type")
-    if kind not in ("kimi_k3", LatentMoEConfig.model_type):
+    if kind not in (RELEASED_MODEL_TYPE, LatentMoEConfig.model_type):
         raise ValueError(f"--model {args.model}: model_type {kind} in its config.json is not of this family")
     config = LatentMoEConfig.from_pretrained(args.model)
     check_layout(config, world, args.ep)

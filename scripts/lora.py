@@ -396,12 +396,12 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
 
     def measure(when: str) -> None:
         if held_out is not None:
-            limits = {"batch_size": batches.batch_size, "max_new_tokens": args.max_new_tokens}
+            what = accelerator, model, processor, held_out
+            how = {"batch_size": batches.batch_size, "thinking": args.thinking}
             with attention_of(base, dense=False):
-                result = evaluate(accelerator, model, processor, held_out, thinking=args.thinking, **limits)
+                result = evaluate(*what, max_new_tokens=args.max_new_tokens, **how)
             if args.train_indexer:
-                limits = {"batch_size": batches.batch_size, "thinking": args.thinking}
-                result |= evaluate_choice(accelerator, model, processor, held_out, **limits)
+                result |= evaluate_choice(*what, **how)
             result |= tiers.figures()
             metrics.add(step=step, **result)
             accelerator.log(result, step=step)

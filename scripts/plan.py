@@ -64,7 +64,7 @@ LAYERS, CHECKED, CHECK_TOKENS = 4, ((1, 112), (2, 896)), (8192, 32768)
 
 
 def size(text: str) -> int:
-    """ "64GiB" -> bytes."""
+    """Bytes of an amount of memory, such as "64GiB"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text)
     if not found or found[2] not in UNITS:
         raise argparse.ArgumentTypeError(f"{text} must be a number and one of {', '.join(UNITS)}, such as 64GiB")

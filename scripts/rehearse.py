@@ -20,7 +20,7 @@ from modeling_latentmoe.training.rehearsal import chosen, write_snapshot
 
 
 def numbers(text: str) -> list[int]:
-    """ "0-3,7" -> [0, 1, 2, 3, 7]."""
+    """The numbers of a list of spans: "0-3,7" -> [0, 1, 2, 3, 7]."""
     chosen: list[int] = []
     for span in text.split(","):
         if not re.fullmatch(r"\d{1,6}(-\d{1,6})?", span):

@@ -14,9 +14,9 @@ from modeling_latentmoe.indexer import LightningIndexer
 from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.overlay import copy_code
 from modeling_latentmoe.training.preflight import check_folder, is_released, read_config, summarize
+from modeling_latentmoe.training.sources import INDEX
 from modeling_latentmoe.training.streaming import STORED_DTYPES
 
-INDEX_FILE = "model.safetensors.index.json"
 # of the base: written anew, or not a part of its weights
 REPLACED = ("*.safetensors", "*.safetensors.index.json", "config.json", ".*")
 
@@ -65,7 +65,7 @@ def add_indexer(
             weight_map |= dict.fromkeys(headers[name], link)
         added = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         index = {"metadata": {"total_size": report.nbytes + added}, "weight_map": weight_map}
-        (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return [layer for layer, kind in enumerate(config.text_config.indexer_types) if kind == "full"]
 
 

@@ -1,7 +1,7 @@
 """How good a choice of keys is: the share of dense attention that the chosen ones hold, and the loss with them.
 
-Legend: B batch, T tokens, D model width, Q query latent, N heads, H head width, L width of a latent; M real tokens of
-        all documents in order, k chosen keys, t queries and s keys of a block.
+Legend: B batch, T tokens, S keys, D model width, Q query latent, N heads, H head width, L width of a latent; M real
+        tokens of all documents in order, k chosen keys, t queries and s keys of a block.
 """
 
 from collections.abc import Iterable, Iterator

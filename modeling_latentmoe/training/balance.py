@@ -46,7 +46,7 @@ class Balancing(Protocol):
         ...
 
     def biases(self) -> dict[str, Tensor]:
-        """What was learned for the routers, see `router_bias.write_biases`."""
+        """What was learned for the routers, for `router_bias.set_biases`."""
         ...
 
 
@@ -58,9 +58,8 @@ class AuxiliaryLoss:
         if not config.num_experts:
             raise ValueError("--balance auxiliary: the model has no routed experts (num_experts in its config)")
         self.config, self.coefficient = config, coefficient
-        self.shares_ME = torch.full(
-            (sum(map(config.is_moe_layer, range(config.num_hidden_layers))), config.num_experts), 1 / config.num_experts
-        )
+        layers = sum(map(config.is_moe_layer, range(config.num_hidden_layers)))
+        self.shares_ME = torch.full((layers, config.num_experts), 1 / config.num_experts)
 
     def observe(self, router_logits: Sequence[Tensor], valid_T: Tensor | None = None) -> Tensor:
         return self.coefficient * auxiliary_loss(router_logits, self.shares_ME, self.config, valid_T)

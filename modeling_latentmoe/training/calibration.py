@@ -44,8 +44,8 @@ def calibrated(table: dict[str, Any], records: list[dict[str, Any]]) -> dict[str
     found |= {"launches": steps[few]["ours_ms"] - sum(ms.values())}
     source = f"scripts/bench_step.py, {tokens} tokens, {few} and {more} experts, commit {entry['commit']}"
     operators = {
-        name: {**entry, "ms": round(found[name], 2), "source": source} if name in found else entry
-        for name, entry in table["operators"].items()
+        name: {**old, "ms": round(found[name], 2), "source": source} if name in found else old
+        for name, old in table["operators"].items()
     }
     measured = {"layers": LAYERS, "tokens": tokens, "experts": few}
     return table | {"device": entry["device"], "measured_at": measured, "operators": operators}

@@ -31,8 +31,7 @@ def run_command(run: Callable[[Sequence[str]], None], argv: Sequence[str]) -> in
 
 
 def report_error(error: BaseException) -> None:
-    """Print one line to stderr; where several processes fail with the same mistake, only the first one
-    speaks."""
+    """Print one line to stderr; where several processes fail with the same mistake, only the first one speaks."""
     if first_to_speak(os.environ):
         text = " ".join(str(error).split()) or "interrupted, nothing was saved since the last checkpoint"
         print(f"error: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ A row holds `messages` (a chat), or `prompt` and `completion` (texts or chats), 
 gets its images in front of the first user message. A part may also carry its image itself, as "image",
 "image_url", "url" or "path", and takes none of `images` then.
 
-Shapes: B batch, T tokens, P image patches.
+Legend: B batch, T tokens, P image patches.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,8 +73,7 @@ def text_of(message: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """Model arguments of one chat: ids and labels int64 [T], pixels [P, 3, 14, 14] and grids int64 [images,
-    3]."""
+    """Model arguments of one chat: ids and labels int64 [T], pixels [P, 3, 14, 14] and grids int64 [images, 3]."""
 
     input_ids: Tensor
     labels: Tensor
@@ -107,8 +106,7 @@ def read_chat(name: str, row: dict[str, Any], folder: Path | None = None) -> Cha
 
 
 def as_messages(name: str, column: str, value: Any, role: str) -> list[dict[str, Any]]:
-    """A text becomes one message of `role`; a list is checked and freed of the empty fields that tables
-    add."""
+    """A text becomes one message of `role`; a list is checked and freed of the empty fields that tables add."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     mistake = ValueError(f"{name}: `{column}` must be a list of messages with `role` and `content`")
@@ -266,8 +264,7 @@ def with_images(batch: dict[str, Tensor], config: PreTrainedConfig) -> dict[str,
 
 
 def pad(samples: list[Sample], pad_id: int, left: bool = False) -> dict[str, Tensor]:
-    """Samples as the rows of one batch [B, T] with `attention_mask`, padded at the end, or in front to
-    generate."""
+    """Samples as the rows of one batch [B, T] with `attention_mask`, padded at the end, or in front to generate."""
     side = "left" if left else "right"
 
     def stack(rows: list[Tensor], fill: int) -> Tensor:
@@ -282,8 +279,7 @@ def pad(samples: list[Sample], pad_id: int, left: bool = False) -> dict[str, Ten
 
 
 def pack(samples: list[Sample]) -> dict[str, Tensor]:
-    """Samples one after the other in one row [1, T], with their boundaries `cu_seqlens` int32 [samples +
-    1]."""
+    """Samples one after the other in one row [1, T], with their boundaries `cu_seqlens` int32 [samples + 1]."""
     lengths = torch.tensor([0, *map(len, samples)])
     return {
         "input_ids": torch.cat([sample.input_ids for sample in samples])[None],
@@ -390,8 +386,7 @@ class Batches:
         return any(samples for samples, *_ in whole._windows())
 
     def _windows(self) -> Iterator[tuple[list[Sample], int, int, int]]:
-        """(usable samples, rows read, rows too long, rows with a bad image) of the rest of the epoch, in
-        portions."""
+        """(usable samples, rows read, rows too long, rows with a bad image) of the rest of the epoch, in portions."""
         samples: list[Sample] = []
         n_rows = too_long = bad_images = 0
         for name, row in self.rows.epoch(self.epoch, self.row, self.history.get(self.epoch, ())):

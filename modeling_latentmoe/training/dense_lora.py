@@ -4,6 +4,8 @@ PEFT casts the layer's input to the dtype of the factors, which is fp32, keeps t
 scales and adds an fp32 output. `ops.add_low_rank` computes the same function without them, on kernels where there are
 some. Creation, names, saving and loading stay PEFT's. Written against peft 0.21, whose `Linear.forward` hands over to
 `lora_variant[adapter]` where there is one.
+
+Legend: I and O input and output width of a layer, r adapter rank.
 """
 
 from typing import Any

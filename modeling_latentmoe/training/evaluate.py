@@ -1,4 +1,7 @@
-"""Held-out loss, and accuracy of freely generated answers."""
+"""Held-out loss, and accuracy of freely generated answers.
+
+Legend: B batch, T tokens.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice

@@ -2,15 +2,15 @@
 
 Legend: T tokens of this rank, S chosen experts of a token, E experts of the layer, N ranks of the group, L latent
         width, C parts of the tokens, t tokens of a part, R rows: one per token and rank that holds an expert which the
-        token chose.
+        token chose. A assignments (token and chosen expert).
 
 A row carries a token's latents and the ids and routing weights of its experts; the rank that gets it sends back the
 weighted sum over the experts it holds. Every layer takes, on every rank, the same collectives: one for the counts, and
 for each part of the tokens two for the rows forward and one for the sums; in the backward pass one for their gradients
 and two for those of the rows. That also holds for a rank without tokens and one whose loss depends on none of its rows,
 as long as all ranks call the model, and then backward, equally often. A recomputed forward takes those of a forward
-again, or none if their results were saved (`RECEIVED`). In `generate`, ranks end their answers at
-different lengths: `synced_gpus=True` keeps them all stepping until the last one is done.
+again, or none if their results were saved (`RECEIVED`). In `generate`, ranks end their answers at different lengths:
+`synced_gpus=True` keeps them all stepping until the last one is done.
 
 The host waits for the device once a layer, for the counts.
 """

@@ -4,6 +4,8 @@ Each process backpropagated dp_size times its part of the loss (see loss.py). Re
 gradients over all processes, in `average_gradients` or in FSDP. A process that holds an expert already has, from the
 tokens that travelled to it, what its expert-parallel group owes that expert: over the groups, its column of the mesh,
 gradients are summed here, and divided by the number of all processes.
+
+Legend: N targets of LoRA.
 """
 
 from typing import NamedTuple

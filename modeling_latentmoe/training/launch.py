@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import yaml
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
@@ -27,6 +27,12 @@ class Launch(NamedTuple):
         if self.plugin is None:
             return self.processes
         return 1 if self.parallelism is None else self.parallelism.dp_replicate_size
+
+
+def copies_of(accelerator: Accelerator) -> int:
+    """`Launch.copies` of the launch that this process belongs to."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    return Launch(1, accelerator.num_processes, plugin, accelerator.parallelism_config).copies
 
 
 def launch_environment(config_file: str, switches: list[str]) -> tuple[int, int, dict[str, str]]:

@@ -1,5 +1,4 @@
-"""Which parts of the model LoRA adapts, at which rank, with which learning rate; and how an adapter is read
-back.
+"""Which parts of the model LoRA adapts, at which rank, with which learning rate; and how an adapter is read back.
 
 Everything is stock PEFT (creation, names, files), so any PEFT reader restores an adapter. The routed experts
 are adapted through `target_parameters`; the model itself multiplies their factors, see moe.py. The image
@@ -33,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from modeling_latentmoe.configuration_latentmoe import LINEAR
 from modeling_latentmoe.training.dense_lora import fuse_dense
 from modeling_latentmoe.training.expert_adapters import held_experts, slice_adapter
 from modeling_latentmoe.training.indexer import INDEXER_FILE, read_indexers, set_indexers
@@ -143,8 +143,7 @@ def ends_in_any(name: str, targets: Iterable[str]) -> bool:
 
 
 def reached(target: str, names: list[str]) -> list[str]:
-    """The full names that `target` stands for: those that end in it, protected parts only if it names
-    them."""
+    """The full names that `target` stands for: those that end in it, protected parts only if it names them."""
     closed = PROTECTED - set(target.split("."))
     return [name for name in names if ends_in_any(name, [target]) and not is_part(name, closed)]
 
@@ -216,7 +215,7 @@ def group_of(name: str, layer_types: list[str]) -> str:
     if ".indexer." in name:
         return "indexer"
     if layer and layer[2]:
-        return "kda" if layer_types[int(layer[1])] == "linear_attention" else "attention"
+        return "kda" if layer_types[int(layer[1])] == LINEAR else "attention"
     return "dense"
 
 

@@ -1,6 +1,6 @@
 """The loss rule: every trained token of a step weighs the same, wherever it is computed.
 
-Shapes: B batch, T tokens, E experts.
+Legend: B batch, T tokens, E experts.
 
 A step accumulates micro-batches on each of `dp_size` processes. With n the number of trained tokens of all
 of them together, the loss of the step is (sum of all token losses) / n. Each process backpropagates
@@ -91,8 +91,7 @@ def backpropagate(
     clock, copied = collectives.clock, isinstance(model, DistributedDataParallel)
     # DDP would reduce gradients in the middle of a backward pass, which may fail: they are averaged below
     module = model.module if copied else model
-    # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole
-    # window
+    # accelerator.backward divides by its accumulation steps: undone here, because n_tokens covers the whole window
     scale = accelerator.num_processes * accelerator.gradient_accumulation_steps / n_tokens
     sums = torch.zeros(4, dtype=torch.float64)
     loads, dropped = [], 0

@@ -18,7 +18,7 @@ from modeling_latentmoe.training.footprint import (
     gathered_bytes,
     layer_bytes,
 )
-from modeling_latentmoe.training.launch import Launch
+from modeling_latentmoe.training.launch import copies_of
 from modeling_latentmoe.training.layout import shares
 from modeling_latentmoe.training.mesh import expert_layers
 from modeling_latentmoe.training.placement import Placement
@@ -67,8 +67,7 @@ class Room:
         self.config, self.device, self.ep = model.config.get_text_config(), accelerator.device, ep
         self.itemsize = next(param.itemsize for param in model.parameters() if param.is_floating_point())
         self.recompute, self.offload = recompute, offload
-        world, plugin = accelerator.num_processes, accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
-        copies = Launch(1, world, plugin, accelerator.parallelism_config).copies
+        world, copies = accelerator.num_processes, copies_of(accelerator)
         # of the first process: no other one has more
         share = next(shares(model, world, ep, copies))
         held = experts_on_device(self.config, share.expert_bytes, len(placement.layers & expert_layers(model).keys()))

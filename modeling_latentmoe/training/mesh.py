@@ -73,7 +73,7 @@ def _map_line(ranks: range, ep_degree: int, experts: int) -> str:
 
 
 def span(first: int, last: int) -> str:
-    """ "3", or "3 to 5"."""
+    """Numbers in words: "3", or "3 to 5"."""
     return f"{first}" if first == last else f"{first} to {last}"
 
 

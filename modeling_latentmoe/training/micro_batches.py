@@ -2,6 +2,8 @@
 
 The batches that are read stay as they are: they are computed in parts. So a step has the same rows, the same loss and,
 but for rounding, the same gradients, and the data continues as if nothing had happened.
+
+Legend: B batch, T tokens, U units that are not parted (rows or packed documents), I images, P patches of all images.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 "bf16" rounds. "fp8" (e4m3) and "int8" keep a scale of fp32 for every row, so that its largest value is the largest one
 of the form: a row of width L becomes bytes, L values, the scale at the end, between them what fills a multiple of 16.
+
+Legend: R rows, L width of a row, W bytes of a row as it travels.
 """
 
 import math

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedConfig
 
-from modeling_latentmoe.training.launch import Launch
+from modeling_latentmoe.training.launch import copies_of
 from modeling_latentmoe.training.layout import shares
 from modeling_latentmoe.training.mesh import expert_layers
 from modeling_latentmoe.training.sources import is_url
@@ -86,10 +86,8 @@ def decide(placement: Placement, model: nn.Module, accelerator: Accelerator, ep_
         accelerator.print("--experts_in auto: experts stay on the device")
         return Placement(placement.text, "device")
     free, total = _least_memory(device)
-    world, plugin = accelerator.num_processes, accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
-    copies = Launch(1, world, plugin, accelerator.parallelism_config).copies
     # of the first process: no other one has more
-    share = next(shares(model, world, ep_degree, copies))
+    share = next(shares(model, accelerator.num_processes, ep_degree, copies_of(accelerator)))
     room = free - (share.total_bytes - share.expert_bytes) - int(ACTIVATIONS * total)
     chosen = choose_layers(list(layers), share.expert_bytes // len(layers), room)
     accelerator.print(

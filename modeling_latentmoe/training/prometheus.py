@@ -1,4 +1,7 @@
-"""A text file for Prometheus: what the textfile collector of node_exporter reads, replaced in one step."""
+"""A text file for Prometheus: what the textfile collector of node_exporter reads, replaced in one step.
+
+Legend: M MoE layers, E experts.
+"""
 
 import os
 import time

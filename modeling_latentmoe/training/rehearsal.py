@@ -35,6 +35,7 @@ from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGenerat
 from modeling_latentmoe.tokenization_latentmoe import RESERVED_TOKENS, VOCAB_FILE
 from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.shards import Layout, data_bytes, write_header
+from modeling_latentmoe.training.sources import INDEX
 
 # Values that are drawn and written at a time.
 CHUNK = 1 << 24
@@ -75,7 +76,7 @@ def write_snapshot(
             weight_map |= dict.fromkeys(shard, name)
             total += data_bytes(shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index))
+        (partial / INDEX).write_text(json.dumps(index))
         fill_holes([partial / name for name in shards], config, fill, seed)
 
 

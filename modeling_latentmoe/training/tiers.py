@@ -25,27 +25,9 @@ from torch import Tensor, nn
 
 from modeling_latentmoe.training.expert_homes import FileHome, HostHome
 from modeling_latentmoe.training.placement import SLOTS
+from modeling_latentmoe.training.timing import mark
 
 Home = HostHome | FileHome
-
-
-class Moment:
-    """An event of a device's stream, where there are no streams."""
-
-    def record(self, stream: Any) -> None:
-        self.seconds = time.perf_counter()
-
-    def wait(self, stream: Any) -> None:
-        """What was recorded has happened."""
-
-    def synchronize(self) -> None:
-        """What was recorded has happened."""
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: "Moment") -> float:
-        return 1e3 * (end.seconds - self.seconds)
 
 
 class Transit(NamedTuple):
@@ -148,7 +130,7 @@ class Tiers:
         if slot.place is not None:
             self._show(slot.place, self.resting[slot.place])
         slot.place = place
-        released = self._mark(self.module.current_stream(self.device))
+        released = mark(self.device)
         slot.arrival = self.sender.submit(self._copy, self.homes[place], slot, released)
         return slot
 
@@ -162,29 +144,24 @@ class Tiers:
         read_s = time.perf_counter() - began
         with self.module.stream(self.stream):
             released.wait(self.stream)
-            start = self._mark(self.stream)
+            start = mark(self.device, self.stream)
             slot.bytes[: len(source)].copy_(source, non_blocking=True)
-            self.copied = self._mark(self.stream)
+            self.copied = mark(self.device, self.stream)
         return read_s, start, self.copied
 
     def _await(self, slot: Slot) -> None:
         """Let the stream of the computation wait for what is sent to `slot`, and show it in the module's parameters."""
         stream = self.module.current_stream(self.device)
-        ready = self._mark(stream)
+        ready = mark(self.device, stream)
         read_s, start, arrived = slot.arrival.result()
         arrived.wait(stream)
-        self.transits.append(Transit(read_s, start, arrived, ready, self._mark(stream)))
+        self.transits.append(Transit(read_s, start, arrived, ready, mark(self.device, stream)))
         slot.arrival = None
         self._show(slot.place, slot.views[slot.place])
 
     def _show(self, place: int, tensors: dict[str, Tensor]) -> None:
         for name, param in _parameters(self.homes[place]).items():
             param.data = tensors[name]
-
-    def _mark(self, stream: Any) -> Any:
-        event = Moment() if self.device.type == "cpu" else self.module.Event(enable_timing=True)
-        event.record(stream)
-        return event
 
     def figures(self) -> dict[str, float]:
         """Seconds that layers took to come since the last call, those in which computation waited for them, and the

@@ -10,6 +10,7 @@ streams. Marks cost microseconds and wait for nothing; the device is waited for 
 The time of a collective has in it how long the slowest process lets the others wait.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,10 +18,35 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from modeling_latentmoe.training.tiers import Moment
-
 PARTS = ("data", "forward", "backward", "optimizer")
 TRAVEL = ("all_to_all", "all_gather")
+
+
+class Moment:
+    """An event of a device's stream, where there are no streams."""
+
+    def record(self, stream: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, stream: Any) -> None:
+        """What was recorded has happened."""
+
+    def synchronize(self) -> None:
+        """What was recorded has happened."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Moment") -> float:
+        return 1e3 * (end.seconds - self.seconds)
+
+
+def mark(device: torch.device, stream: Any = None) -> Any:
+    """An event behind what was launched on a stream so far, by default the one that computes."""
+    module = torch.get_device_module(device)
+    event = Moment() if device.type == "cpu" else module.Event(enable_timing=True)
+    event.record(module.current_stream(device) if stream is None else stream)
+    return event
 
 
 class Span(NamedTuple):
@@ -43,7 +69,7 @@ class Clock:
 
     def begin(self) -> None:
         """A step begins; a step that did not end is forgotten."""
-        self.spans, self.running, self.start = [], True, self._mark()
+        self.spans, self.running, self.start = [], True, mark(self.device)
 
     @contextmanager
     def span(self, part: str, nbytes: int = 0) -> Iterator[None]:
@@ -56,12 +82,12 @@ class Clock:
         """The same, from here until what is returned is called."""
         if not self.running:
             return lambda: None
-        start = self._mark()
-        return lambda: self.spans.append(Span(part, nbytes, start, self._mark()))
+        start = mark(self.device)
+        return lambda: self.spans.append(Span(part, nbytes, start, mark(self.device)))
 
     def finish(self) -> dict[str, float]:
         """End the step and wait for the device. Seconds of the step and of its parts, and gigabytes that left."""
-        self.running, end = False, self._mark()
+        self.running, end = False, mark(self.device)
         self.module.synchronize()
         figures = {"step_s": _seconds(self.start, end)}
         for part in (*PARTS, *TRAVEL):
@@ -78,15 +104,6 @@ class Clock:
             covered += max(0.0, end - max(start, reached))
             reached = max(reached, end)
         return covered
-
-    def _mark(self) -> Any:
-        if self.device.type == "cpu":
-            moment = Moment()
-            moment.record(None)
-            return moment
-        event = self.module.Event(enable_timing=True)
-        event.record(self.module.current_stream(self.device))
-        return event
 
 
 def device_name(device: torch.device) -> str:

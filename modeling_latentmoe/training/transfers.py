@@ -1,6 +1,7 @@
 """Rows on their way to experts and back: started, then finished where they are needed, with other work in between.
 
-Legend: T tokens of this rank, N ranks of the group, R rows, W bytes or values of a row.
+Legend: T tokens of this rank, N ranks of the group, A = T * N pairs of them, K figures about the rows of two ranks,
+        R rows, W bytes or values of a row, L width of a row.
 
 Starting, finishing and the exchange of counts are operators, so that activation checkpointing can keep what they
 return. Operators take tensors and numbers, so objects go by a number (`number_of`). The sums are taken inside: a

@@ -49,8 +49,12 @@ class Watched(Tiers):
         for place in range(2, len(homes)):
             self._show(place, self.resting[place])
 
+    def _send(self, place, slot):
+        # here, and not on the sender's thread: nothing waits for the last one
+        self.sent.append(place)
+        return super()._send(place, slot)
+
     def _copy(self, home, slot, released):
-        self.sent.append(self.homes.index(home))
         slot.bytes.fill_(255)
         time.sleep(self.delay)
         return super()._copy(home, slot, released)

@@ -261,12 +261,14 @@ def test_tower_learns_from_its_heads(make_tiny):
 
 
 @pytest.mark.slow
-def test_script_runs_from_start_to_end(make_tiny, tmp_path, monkeypatch, capsys):
+def test_script_runs_from_start_to_end(make_tiny, tmp_path, capsys):
     out = tmp_path / "model"
     arguments = ["--out", str(out), "--tower_steps", "2", "--steps", "2", "--recovery_steps", "1", "--batch_size", "4"]
-    monkeypatch.setattr(sys, "argv", ["make_tiny.py", *arguments, "--eval_samples", "4", "--workers", "1"])
-    make_tiny.main()
+    assert make_tiny.main([*arguments, "--eval_samples", "4", "--workers", "1"]) == 0
     assert "3 shards" in capsys.readouterr().out
     assert_packed(LatentMoEForConditionalGeneration.from_pretrained(out))
-    with pytest.raises(ValueError, match=r"--out .* already exists"):
-        make_tiny.main()
+
+
+def test_a_folder_in_use_is_one_line(make_tiny, tmp_path, capsys):
+    assert make_tiny.main(["--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --out {tmp_path} already exists: give a new folder\n"
