@@ -239,6 +239,8 @@ class LatentMoETextConfig(PreTrainedConfig):
         n, linear = self.num_hidden_layers, self.linear_attn_config
         kinds = [FULL] * n
         if linear is not None:
+            if not isinstance(linear, dict):
+                raise ValueError(f"linear_attn_config: {linear!r}, must be an object or null")
             kda, full = linear.get("kda_layers"), linear.get("full_attn_layers")
             if kda is None or full is None:
                 raise ValueError("linear_attn_config: kda_layers and full_attn_layers (1-based) are both required")
@@ -552,6 +554,9 @@ class LatentMoEConfig(PreTrainedConfig):
         quantization = kwargs.pop("quantization_config", None)
         if self.vision_config is _NOT_GIVEN and self.text_config is not None:
             self.vision_config = None
+        for name in ("text_config", "vision_config"):
+            if not isinstance(value := getattr(self, name), dict | self.sub_configs[name] | None):
+                raise ValueError(f"{name}: {value!r}, must be an object or null")
         if not isinstance(self.text_config, LatentMoETextConfig):
             text = copy.deepcopy(self.text_config or {})
             text.pop("model_type", None)

@@ -153,7 +153,7 @@ def read_index(path: Path) -> Index:
     except FileNotFoundError:
         return Index({}, None)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path.name} is damaged, or not an index of safetensors files") from error
+        raise ValueError(f"{path} is damaged, or not an index of safetensors files") from error
     if foreign is not None:
-        raise ValueError(f"{path.name}: {foreign} is not the name of a file in its folder")
+        raise ValueError(f"{path}: {foreign} is not the name of a file in its folder")
     return Index(shards, total_size)

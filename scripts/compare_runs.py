@@ -217,7 +217,12 @@ def compare_folders(folders: Sequence[Path], limit: float) -> None:
     for folder in folders:
         if not (folder / "metrics.jsonl").is_file():
             raise ValueError(f"{folder} has no metrics.jsonl: it is no --output_dir of scripts/lora.py")
-        records.append({row["step"]: row for row in read_records(folder / "metrics.jsonl") if "loss" in row})
+        rows = {row["step"]: row for row in read_records(folder / "metrics.jsonl") if "loss" in row}
+        for step, row in rows.items():
+            for name in ("loss", "grad_norm"):
+                if not isinstance(value := row.get(name), int | float):
+                    raise ValueError(f"{folder / 'metrics.jsonl'}: {name} of step {step} is {value!r}, no number")
+        records.append(rows)
     steps = sorted(records[0].keys() & records[1].keys())
     if not steps:
         raise ValueError(f"{folders[0]} and {folders[1]} have no step in common")

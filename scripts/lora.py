@@ -200,6 +200,8 @@ class Arguments:
                 validate_repo_id(self.push_to_hub)
             except HFValidationError as error:
                 raise ValueError(f"--push_to_hub {self.push_to_hub}: {error}") from error
+        if self.split != "train" and Path(self.dataset).is_file():
+            raise ValueError(f"--split {self.split}: --dataset {self.dataset} is one file, which has no splits")
         other_split = self.eval_split not in (None, self.split)
         if other_split and not self.eval_dataset and Path(self.dataset).is_file():
             # a file has one split, whatever it is called: the rows that are trained on
@@ -290,6 +292,9 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
     peak = args.peak_tflops or peak_tflops(timing.device_name(accelerator.device))
     check_mfu(args.alert or (), peak)
     mesh = build_mesh(world, args.ep, accelerator.device.type, timedelta(seconds=args.timeout))
+    if is_main:
+        # before the weights; once no other process looks whether the folder is empty
+        checkpoint.check_writable(output)
     command = launch_command(argv, accelerator, args.ep)
     if world > 1:
         accelerator.print(rank_map(base_config, world, args.ep))

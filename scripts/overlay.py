@@ -5,7 +5,8 @@
 
 The first command compares all tensors in the shards' headers with what config.json implies and lists what is wrong:
 missing, cut or damaged files, tensors that are missing, unexpected or of another shape or dtype, an index that says
-otherwise. It reads no weights and takes seconds; it works for every folder that our models load from.
+otherwise; then settings, tokenizer and code beside them. It reads no weights and takes seconds; it works for every
+folder that our models load from.
 
 The second one checks the same and makes a folder with code, config, processor and tokenizer, and links to the shards:
 

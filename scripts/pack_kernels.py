@@ -67,16 +67,18 @@ def read_repository(folder: Path) -> Repository:
     file = folder / "build.toml"
     try:
         settings: dict[str, Any] = tomllib.loads(file.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid TOML: {error}") from error
     general = settings.get("general", {})
+    if not isinstance(general, dict):
+        raise ValueError(f"{file}: general is {general!r}, expected a table")
     for name, kind in {"name": str, "version": int, "license": str, "backends": list}.items():
-        if not isinstance(general.get(name), kind):
+        if type(general.get(name)) is not kind:
             raise ValueError(f"{file}: general.{name} is {general.get(name)!r}, expected a {kind.__name__}")
     name, backends = general["name"], general["backends"]
     if not KERNEL_NAME.fullmatch(name):
         raise ValueError(f"{file}: general.name {name!r} must be of lower-case letters, digits and dashes")
-    if not backends or not set(backends) <= BACKENDS.keys():
+    if not backends or not all(backend in list(BACKENDS) for backend in backends):
         raise ValueError(f"{file}: general.backends {backends} must be some of {', '.join(BACKENDS)}")
     package = folder / "torch-ext" / name.replace("-", "_")
     files = {
@@ -86,7 +88,11 @@ def read_repository(folder: Path) -> Repository:
     }
     if "__init__.py" not in files:
         raise ValueError(f"{package}/__init__.py is missing: general.name in {file} names this package")
-    if not any(is_assignment(node, "__all__") for node in ast.parse(files["__init__.py"]).body):
+    try:
+        code = ast.parse(files["__init__.py"])
+    except SyntaxError as error:
+        raise ValueError(f"{package}/__init__.py is not valid Python: {error}") from error
+    if not any(is_assignment(node, "__all__") for node in code.body):
         raise ValueError(f"{package}/__init__.py has no __all__, the public names")
     return Repository(name, general["version"], general["license"], backends, files)
 

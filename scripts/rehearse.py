@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modeling_latentmoe.configuration_latentmoe import LatentMoEConfig
 from modeling_latentmoe.training.commands import Parser, run_command
+from modeling_latentmoe.training.preflight import read_config
 from modeling_latentmoe.training.rehearsal import chosen, write_snapshot
 
 
@@ -43,7 +43,9 @@ def rehearse(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if not args.config.is_file():
         raise ValueError(f"config: {args.config} is not a file")
-    config = LatentMoEConfig.from_pretrained(args.config)
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} must be at least 0")
+    config = read_config(args.config)
     text = config.text_config
     asked = {"--layers": (args.layers, text.num_hidden_layers), "--experts": (args.experts, text.num_experts or 0)}
     for switch, (values, count) in asked.items():

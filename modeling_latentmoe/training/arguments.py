@@ -70,7 +70,7 @@ def switches_of(file: Path, known: set[str]) -> list[str]:
     """The lines `name: value` of a YAML file as command-line switches."""
     try:
         values: Any = yaml.safe_load(file.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} must hold lines `name: value`")

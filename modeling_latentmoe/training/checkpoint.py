@@ -20,6 +20,7 @@ import pickle
 import re
 import shutil
 import signal
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -99,6 +100,18 @@ def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, res
     return None
 
 
+def check_writable(folder: Path) -> None:
+    """OSError that names the switch unless something can be made in `folder`, which may not exist yet.
+
+    Tried with a temporary folder: what permissions say does not hold everywhere, in /proc for example.
+    """
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=place).cleanup()
+    except OSError as error:
+        raise OSError(f"--output_dir {folder} cannot be written: {error.strerror}") from error
+
+
 def start_output(folder: Path, settings: dict[str, Any]) -> None:
     """Make the folder of a new run, without anything that an earlier run left there, and save its
     settings."""
@@ -118,14 +131,20 @@ def remove_run(folder: Path) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d{6,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def latest_checkpoint(folder: Path) -> Path:
     """The newest complete checkpoint of a run; ValueError if there is none."""
     found = checkpoints(folder)
     if not found:
-        raise ValueError(f"--resume: there is no checkpoint in --output_dir {folder}")
+        used = folder.is_dir() and any(folder.iterdir())
+        anew = "give --overwrite in its place" if used else "leave it out"
+        raise ValueError(f"--resume: there is no checkpoint in --output_dir {folder}; to start anew, {anew}")
     return found[-1]
 
 
@@ -136,7 +155,7 @@ def last_good_adapter(folder: Path, bad: Path) -> str:
     """
     if (folder / "adapter_model.safetensors").exists():
         return f"the last good adapter is in {folder}"
-    earlier = [path for path in checkpoints(folder) if path < bad]
+    earlier = [path for path in checkpoints(folder) if step_of(path) < step_of(bad)]
     if earlier:
         return f"the last good adapter is in {earlier[-1]}; delete {bad} for --resume to continue from there"
     return "there is no good adapter before it"
@@ -147,7 +166,9 @@ def check_same_run(folder: Path, settings: dict[str, Any]) -> None:
     file = folder / "run.yaml"
     try:
         started = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
+    except FileNotFoundError as error:
+        raise ValueError(f"--resume: {file} is missing, which has the run's settings; copy the whole folder") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--resume: {file} is not valid YAML: {error}") from error
     if not isinstance(started, dict):
         raise ValueError(f"--resume: {file} does not hold the settings of a run")

@@ -8,7 +8,7 @@ read when they are asked for.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -252,17 +252,32 @@ def read_config(file: Path) -> LoraConfig:
             kinds = int if whole else (int, float)
             if isinstance(number, bool) or not isinstance(number, kinds) or not 0 < number < math.inf:
                 raise ValueError(f"{file}: {field} = {value!r} must be {'whole ' if whole else ''}numbers above 0")
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+    for field, pattern in regexes_of(config, file):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{file}: {pattern!r} is not a pattern: {error}") from error
+            raise ValueError(f"{file}: {field}: {pattern!r} is not a pattern: {error}") from error
     fields = {field.name for field in dataclasses.fields(LoraConfig)} - FOLLOWED - SELECTING - WITHOUT_EFFECT
     odd = sorted(name for name in fields if getattr(config, name) != getattr(default, name))
     odd += [] if config.init_lora_weights in HARMLESS_STARTS else ["init_lora_weights"]
     if odd:
         raise ValueError(f"{file}: {odd[0]} = {getattr(config, odd[0])!r} is not supported")
     return config
+
+
+def regexes_of(config: LoraConfig, file: Path) -> Iterator[tuple[str, str]]:
+    """Fields of an adapter's config and the regular expressions in them; ValueError where a field that selects layers
+    holds no names."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        yield from ((field, pattern) for pattern in getattr(config, field))
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "target_parameters"):
+        value = getattr(config, field)
+        names = [value] if isinstance(value, str) else value or ()
+        if not isinstance(names, list | set | tuple) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{file}: {field} = {value!r} must be a name or a list of names")
+        # elsewhere a list holds names, not patterns
+        if isinstance(value, str) or field == "layers_pattern":
+            yield from ((field, pattern) for pattern in names)
 
 
 def rank_and_scale(config: LoraConfig, target: str) -> tuple[int, float]:

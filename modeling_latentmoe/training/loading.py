@@ -18,7 +18,7 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils.hub import HF_MODULES_CACHE
+from transformers.utils.hub import HF_MODULES_CACHE, cached_file
 
 import modeling_latentmoe
 from modeling_latentmoe.headers import read_index
@@ -124,7 +124,8 @@ def load_model(
 def _local(model: str) -> str:
     """Where to read all but the weights: `model` itself, or the copy of a URL's small files.
 
-    ValueError where neither a folder nor an id of the Hub has this name, or where a JSON file of a folder is damaged.
+    ValueError where neither a folder nor an id of the Hub has this name, or where a JSON file of a folder is damaged;
+    OSError for a model of the Hub that is neither cached nor to be had from there.
     """
     if is_url(model):
         return str(fetch_small_files(RemoteFiles(model)))
@@ -132,8 +133,11 @@ def _local(model: str) -> str:
     if not folder.is_dir():
         try:
             validate_repo_id(model)
+            cached_file(model, CONFIG)
         except HFValidationError as error:
             raise ValueError(f"model {model}: there is no such folder, and it is not a Hub id") from error
+        except OSError as error:
+            raise OSError(f"model {model}: neither a folder here nor at hand from the Hub: {error}") from error
     # transformers reports these without their names, or not at all
     for file in (CONFIG, *OPTIONAL_FILES):
         if file.endswith(".json") and file != INDEX and (folder / file).is_file():

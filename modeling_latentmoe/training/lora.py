@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from modeling_latentmoe.configuration_latentmoe import LINEAR
+from modeling_latentmoe.conversion import FLOAT_DTYPES
 from modeling_latentmoe.training.dense_lora import fuse_dense
 from modeling_latentmoe.training.expert_adapters import held_experts, slice_adapter
 from modeling_latentmoe.training.indexer import INDEXER_FILE, read_indexers, set_indexers
@@ -385,9 +386,13 @@ def check_files(folder: Path) -> set[str]:
         raise ValueError(f"{config} is not an adapter's config: {error}") from error
     try:
         with safe_open(weights, "pt") as file:
-            return set(file.keys())
+            dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{weights} is damaged or cut short ({error})") from error
+    for name, dtype in dtypes.items():
+        if dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{weights}: {name} holds {dtype}, not floating-point numbers")
+    return set(dtypes)
 
 
 def check_beside(folder: Path) -> None:

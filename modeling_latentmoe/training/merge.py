@@ -40,6 +40,7 @@ from modeling_latentmoe.training.factors import EXPERT, Adapter, group_of, list_
 from modeling_latentmoe.training.files import new_folder
 from modeling_latentmoe.training.indexer import read_indexers
 from modeling_latentmoe.training.lora import BASE_FILE, FINGERPRINT, base_digest, read_json
+from modeling_latentmoe.training.preflight import read_config
 from modeling_latentmoe.training.router_bias import LEAF, read_biases
 from modeling_latentmoe.training.shards import (
     Layout,
@@ -77,18 +78,21 @@ class Checkpoint:
         self.folder = folder
         listed = read_index(folder / INDEX_FILE).shards
         files = [folder / name for name in sorted(set(listed.values())) or [WEIGHTS_FILE]]
-        self.shards = {file: read_header(file) for file in files}
+        try:
+            self.shards = {file: read_header(file) for file in files}
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
         self.tensors: dict[str, Location] = {}
         for file, header in self.shards.items():
             for name, stored in header.items():
                 if name in self.tensors:
-                    raise ValueError(f"{name} is stored twice, in {self.tensors[name].file.name} and {file.name}")
+                    raise ValueError(f"{name} is stored twice, in {self.tensors[name].file} and {file}")
                 self.tensors[name] = Location(file, stored)
         for name in listed.keys() ^ self.tensors.keys() if listed else ():
             raise ValueError(f"{folder / INDEX_FILE} and the shards do not agree about {name}")
         for name, shard in listed.items():
             if self.tensors[name].file.name != shard:
-                raise ValueError(f"{name} is in {self.tensors[name].file.name} but {INDEX_FILE} says {shard}")
+                raise ValueError(f"{name} is in {self.tensors[name].file} but {INDEX_FILE} says {shard}")
 
     def read(self, name: str) -> Tensor:
         return read_tensor(*self.tensors[name])
@@ -100,9 +104,7 @@ class Checkpoint:
         return read_tensor(file, stored._replace(shape=(columns,), stop=end))
 
     def config(self) -> LatentMoEConfig:
-        if not (self.folder / "config.json").is_file():
-            raise ValueError(f"{self.folder}: config.json is missing")
-        return LatentMoEConfig.from_pretrained(self.folder)
+        return read_config(self.folder)
 
     def matrices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name without leaf and shape [out, in] of every weight matrix, packed ones included.
@@ -116,7 +118,7 @@ class Checkpoint:
             elif leaf in (PACKED, SCALE):
                 other = SCALE if leaf == PACKED else PACKED
                 if f"{matrix}.{other}" not in self.tensors:
-                    raise ValueError(f"{file.name}: {name} has no {other} beside it")
+                    raise ValueError(f"{file}: {name} has no {other} beside it")
                 if leaf == PACKED:
                     yield matrix, (stored.shape[0], 2 * stored.shape[1])
 

@@ -1,8 +1,11 @@
-"""What a run says and writes down: progress bar, metrics.jsonl, a picture, the model card, one voice for
-errors."""
+"""What a run says and writes down: progress bar, metrics.jsonl, a picture, the model card, one voice for errors.
+
+Legend: L MoE layers, E experts.
+"""
 
 import json
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ MEASURED = frozenset(
     | {f"{part}_{kind}" for part in TRAVEL for kind in ("share", "gb_per_s")}
     | {"experts_moved_s", "experts_exposed_s", "experts_hidden"}
 )
+LOAD_FILE = re.compile(rf"step-(\d+)\.safetensors({re.escape(TEMPORARY)})?")
 # alerts that the legend of the picture has room for
 NAMED = 8
 BAR = "{percentage:3.0f}%|{bar:24}| {desc} [{elapsed}<{remaining}]"
@@ -70,7 +74,7 @@ class Loads:
         if active and self.folder.is_dir():
             for file in self.folder.iterdir():
                 # steps after the checkpoint are done again
-                if file.name > self.file(first_step).name:
+                if (name := LOAD_FILE.fullmatch(file.name)) and (name[2] or int(name[1]) > first_step):
                     file.unlink()
 
     def file(self, step: int) -> Path:
@@ -95,7 +99,12 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
     A last line without its end is left out: the process that wrote it was killed, after the last checkpoint.
     """
-    *whole, _ = file.read_text().split("\n")
+    try:
+        *whole, _ = file.read_text().split("\n")
+    except FileNotFoundError as error:
+        raise ValueError(f"{file} is missing, which has the run's records; copy the whole folder") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text: {error}") from error
     records = []
     for number, line in enumerate(whole, start=1):
         try:

@@ -14,9 +14,11 @@ from modeling_latentmoe.conversion import Fault, FileSurvey, survey_checkpoint
 from modeling_latentmoe.headers import index_path, read_index
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import VOCAB_FILE
+from modeling_latentmoe.training.sources import CONFIG, INDEX, OPTIONAL_FILES, code_files
 
 # What a released snapshot has beside config and weights, as far as it is read here.
 PROCESSOR_FILES = ("preprocessor_config.json", "tokenizer_config.json", VOCAB_FILE)
+PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
 class Report(NamedTuple):
@@ -44,9 +46,50 @@ def check_folder(folder: Path) -> Report:
         )
     if len(files) > 1 and not index.shards:
         faults.append(Fault(f"{index_path(files[0]).name} is missing"))
-    if is_released(folder):
-        faults += [Fault(f"{name} is missing") for name in PROCESSOR_FILES if not (folder / name).is_file()]
+    faults += map(Fault, faults_beside(folder))
     return Report(faults, [file.name for file in files], len(found), nbytes)
+
+
+def faults_beside(folder: Path) -> Iterator[str]:
+    """What is missing or damaged beside weights and config: settings, tokenizer and, in our form, code.
+
+    A model may be saved without a processor, and without a tokenizer: there is then no file of theirs.
+    """
+    released = is_released(folder)
+    present = {name for name in OPTIONAL_FILES if name != INDEX and (folder / name).is_file()}
+    tokenizer = ("tokenizer_config.json", VOCAB_FILE if VOCAB_FILE in present else "tokenizer.json")
+    if released:
+        needed = PROCESSOR_FILES
+    elif present & {*PROCESSOR_CONFIGS}:
+        needed = (*PROCESSOR_CONFIGS, *tokenizer)
+    else:
+        needed = tokenizer if present & {*tokenizer} else ()
+    yield from (f"{name} is missing" for name in needed if name not in present)
+    configs = {}
+    for name in (CONFIG, *sorted(present)):
+        if name.endswith(".json"):
+            try:
+                configs[name] = _read_json(folder / name)
+            except ValueError as error:
+                yield str(error)
+    if not released:
+        yield from faults_of_code(folder, configs)
+
+
+def faults_of_code(folder: Path, configs: dict[str, Any]) -> Iterator[str]:
+    """Modules that the configs, by name of their file, or other modules need, and that are missing or damaged."""
+    contents = {name: json.dumps(values).encode() for name, values in configs.items()}
+    while modules := code_files(contents):
+        for name in modules:
+            contents[name] = b""
+            try:
+                code = (folder / name).read_bytes()
+                compile(code, name, "exec")
+                contents[name] = code
+            except FileNotFoundError:
+                yield f"{name} is missing"
+            except (SyntaxError, ValueError) as error:
+                yield f"{name} is damaged: {error}"
 
 
 def on_all_cores(function: Callable[[Path], FileSurvey], files: list[Path]) -> Iterator[FileSurvey]:
@@ -85,17 +128,22 @@ def read_config(folder: Path) -> LatentMoEConfig:
         )
     try:
         return LatentMoEConfig.from_pretrained(folder)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"{path}: a field has a value of the wrong kind ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_bytes()))
+        values = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing") from error
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it must be a JSON object")
+    return values
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -42,18 +42,21 @@ def open_dataset(
     "digits:shuffled", its controls). Raises ValueError that names the source.
     """
     path = Path(source)
-    if source.partition(":")[0] == "digits" and not path.exists():
+    digits = source.partition(":")[0] == "digits" and not path.exists()
+    if config is not None and (digits or path.is_file()):
+        raise ValueError(f"--dataset_config {config}: dataset {source} has no configurations, leave it out")
+    if digits:
         return handwritten_digits(split, source.partition(":")[2]), None
     try:
         if path.is_dir() and any((path / file).exists() for file in ("dataset_info.json", "dataset_dict.json")):
             dataset = load_from_disk(source)
             if isinstance(dataset, DatasetDict):
                 if split not in dataset:
-                    raise ValueError(f"dataset {source} has no split {split!r}, only {', '.join(dataset)}")
+                    raise ValueError(f"there is no split {split!r}, only {', '.join(dataset)}")
                 dataset = dataset[split]
         elif path.is_file():
             if path.suffix not in FILE_FORMATS:
-                raise ValueError(f"dataset {source}: unknown file type, expected one of {' '.join(FILE_FORMATS)}")
+                raise ValueError(f"unknown file type, expected one of {' '.join(FILE_FORMATS)}")
             # one file is one split, whatever that split is called
             dataset = load_dataset(FILE_FORMATS[path.suffix], data_files=source, split="train", streaming=streaming)
         elif tables := table_files(path):
@@ -71,7 +74,9 @@ def open_dataset(
         # the JSON reader's way of saying that there is not one line
         raise ValueError(f"dataset {source} is empty") from error
     except ValueError as error:
-        raise ValueError(f"dataset {source}: {one_line(error)}") from error
+        # how datasets puts that no line holds a row
+        cause = "no row is in it" if "corresponds to no data" in str(error) else one_line(error)
+        raise ValueError(f"dataset {source}: {cause}") from error
     return dataset, path if path.is_dir() else path.parent if path.is_file() else None
 
 
@@ -193,6 +198,8 @@ class Rows:
             raise ValueError(f"dataset {source} has {len(dataset)} rows, fewer than the {world} processes")
         self.total = None if self.streamed else len(dataset)
         columns = dataset.column_names
+        if columns is not None and not columns:
+            raise ValueError(f"dataset {source} is empty")
         if columns is not None and not ("messages" in columns or {"prompt", "completion"} <= set(columns)):
             raise ValueError(
                 f"dataset {source} has neither a column `messages` nor the columns `prompt` and "

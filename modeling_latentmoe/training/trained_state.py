@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from modeling_latentmoe.training.expert_adapters import held_experts
 from modeling_latentmoe.training.mesh import is_expert
 
+# what a folder of torch.distributed.checkpoint says about its other files
+METADATA = ".metadata"
+
 
 def prepare_moments(optimizer: torch.optim.Optimizer) -> None:
     """Give AdamW the moments it starts from, zeros, so that a checkpoint has a place to be read into.
@@ -40,6 +43,12 @@ def save_trained_state(folder: Path, model: nn.Module, optimizer: torch.optim.Op
 
 def load_trained_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
     """Put a trained state back, in place; every process calls it. ValueError where a tensor or a part is missing."""
+    try:
+        # `dcp.load` prints where in its code this fails
+        dcp.FileSystemReader(folder).read_metadata()
+    # damaged pickles raise anything
+    except Exception as error:
+        raise ValueError(f"{folder / METADATA} is damaged, cut short or missing ({error!r})") from error
     try:
         dcp.load(trained_state(model, optimizer, mesh), checkpoint_id=folder)
     except CheckpointException as error:

@@ -198,6 +198,8 @@ MISTAKES = {
     "backend": ('backends = ["cuda"]', 'backends = ["gpu"]', r"general.backends \['gpu'\] must be some of cpu, cuda"),
     "no backend": ('backends = ["cuda"]', "backends = []", "general.backends"),
     "toml": ("[general]", "[general", "not valid TOML"),
+    "true version": ("version = 1", "version = true", "general.version is True, expected a int"),
+    "list of lists": ('backends = ["cuda"]', 'backends = [["cuda"]]', "general.backends"),
 }
 
 
@@ -223,6 +225,15 @@ def test_mistakes_in_the_sources(toy: Path, tmp_path: Path, capsys: pytest.Captu
     (package / "__init__.py").write_text("")
     assert pack_kernels.main([str(toy)]) == 2
     assert "has no __all__" in capsys.readouterr().err
+    (package / "__init__.py").write_text("def (")
+    assert pack_kernels.main([str(toy)]) == 2
+    assert "__init__.py is not valid Python" in capsys.readouterr().err
+    (toy / "build.toml").write_text("general = 3")
+    assert pack_kernels.main([str(toy)]) == 2
+    assert "build.toml: general is 3, expected a table" in capsys.readouterr().err
+    (toy / "build.toml").write_bytes(b"\xff")
+    assert pack_kernels.main([str(toy)]) == 2
+    assert "build.toml is not valid TOML" in capsys.readouterr().err
     assert pack_kernels.main(["unknown"]) == 2
     assert "unknown has no build.toml" in capsys.readouterr().err
     assert not (toy / "build").exists()

@@ -2,6 +2,7 @@
 written."""
 
 import json
+import re
 import resource
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from modeling_latentmoe.training import checkpoint, files, lora, monitor
 from modeling_latentmoe.training.arguments import parse
@@ -141,6 +143,12 @@ def test_kernels_that_cannot_run(failing: Failing) -> None:
     assert 'kernels="hub": kernels run on cuda devices, the tensors are on cpu' in failing("--kernels", "hub")
 
 
+def test_output_folder_that_cannot_be_made(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the model is loaded."""
+    monkeypatch.setattr(lora_script, "load_model", None)
+    assert "--output_dir /proc/x/run cannot be written" in failing("--output_dir", "/proc/x/run")
+
+
 def test_output_folder_in_use(failing: Failing, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("mine")
@@ -170,6 +178,7 @@ def test_truncated_shard(small: Path, failing: Failing, tmp_path: Path) -> None:
 
 def test_no_such_model(failing: Failing, tmp_path: Path) -> None:
     assert "nowhere" in failing("--max_steps", "1", model=tmp_path / "nowhere")
+    assert "model nowhere: neither a folder here nor at hand from the Hub" in failing(model=Path("nowhere"))
 
 
 # --- the data
@@ -211,6 +220,26 @@ def test_samples_over_the_limit(failing: Failing, tmp_path: Path, small: Path, c
 
 def test_empty_dataset(failing: Failing, tmp_path: Path) -> None:
     assert "rows.jsonl" in failing("--dataset", jsonl(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming", "--max_steps", "1"]])
+def test_dataset_of_blank_lines(streaming: list[str], failing: Failing, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n\n")
+    assert re.search(f"dataset {file}(: no row is in it| is empty)$", failing("--dataset", str(file), *streaming))
+
+
+def test_unknown_kind_of_file(failing: Failing, tmp_path: Path) -> None:
+    file = tmp_path / "rows.zip"
+    file.touch()
+    assert f"error: dataset {file}: unknown file type, expected" in failing("--dataset", str(file))
+
+
+def test_switches_that_a_file_has_no_use_for(failing: Failing, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "data", {"messages": CHAT})
+    assert "--split test[:9]: --dataset" in failing("--dataset", file, "--split", "test[:9]")
+    assert "--dataset_config en: dataset" in failing("--dataset", file, "--dataset_config", "en")
+    assert "--dataset_config en: dataset digits has no" in failing("--dataset_config", "en")
 
 
 def test_empty_held_out_dataset(failing: Failing, tmp_path: Path) -> None:
@@ -334,7 +363,11 @@ def test_a_full_disk_is_one_line(
     ["state.pt", *(pytest.param(f"trained/{name}", marks=pytest.mark.slow) for name in ("__0_0.distcp", ".metadata"))],
 )
 def test_resume_from_a_damaged_checkpoint_or_a_bad_one(
-    file: str, failing: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str,
+    failing: Failing,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     output = tmp_path / "run"
     argv = ["--max_steps", "4", "--save_every", "1"]
@@ -359,7 +392,9 @@ def test_resume_from_a_damaged_checkpoint_or_a_bad_one(
     damaged = newest / file
     damaged.write_bytes(damaged.read_bytes()[:-100])
     message = failing(*argv, "--resume")
-    assert f"--resume: {newest / Path(file).parts[0]} is damaged" in message and f"delete {newest} to" in message
+    named = file if file.endswith(".metadata") else Path(file).parts[0]
+    assert f"--resume: {newest / named} is damaged" in message and f"delete {newest} to" in message
+    assert "Traceback" not in caplog.text
 
 
 # --- generate.py
@@ -425,3 +460,14 @@ def test_adapter_that_would_answer_nonsense(
         (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=words):
         lora.load_adapter(load_model(str(small), "fp32"), str(folder))
+
+
+def test_an_adapter_of_whole_numbers(small: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    lora.add_adapter(load_model(str(small), "fp32"), r=2, lora_alpha=4.0, expert_rank=1).save_pretrained(folder)
+    file = folder / "adapter_model.safetensors"
+    factors = load_file(file)
+    name = min(factors)
+    save_file(factors | {name: factors[name].int()}, file)
+    with pytest.raises(ValueError, match=f"adapter_model.safetensors: {name} holds I32"):
+        lora.check_files(folder)

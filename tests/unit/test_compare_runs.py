@@ -69,3 +69,10 @@ def test_two_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert compare_runs.main(["folders", *arguments]) == 2
         assert reason in capsys.readouterr().err
+    for row, reason in (
+        ({"step": 1, "loss": 1.0}, "metrics.jsonl: grad_norm of step 1 is None, no number"),
+        ({"step": 1, "loss": "x", "grad_norm": 1.0}, "metrics.jsonl: loss of step 1 is 'x', no number"),
+    ):
+        short.write_text(json.dumps(row) + "\n")
+        assert compare_runs.main(["folders", gpu, npu]) == 2
+        assert reason in capsys.readouterr().err

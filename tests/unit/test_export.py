@@ -310,6 +310,17 @@ def test_check_names_what_does_not_land(exported, tmp_path, capsys, fault):
     assert code == 2 and text.startswith("error: ") and re.search(FAULTS[fault], text), text
 
 
+def test_a_pattern_that_is_none_is_named(adapter, exported, tmp_path, capsys):
+    for source, argv in ((adapter, [tmp_path / "result"]), (exported, ["--check", "--model", GOLDEN])):
+        folder = tmp_path / source.name
+        shutil.copytree(source, folder)
+        for changes in ({"target_modules": "("}, {"layers_to_transform": [0], "layers_pattern": ["("]}):
+            change_json(folder / "adapter_config.json", **(settings(source) | changes))
+            code, text = said(capsys, folder, *argv)
+            assert code == 2 and re.search(r"adapter_config.json: \w+: '\(' is not a pattern", text), text
+    assert not (tmp_path / "result").exists()
+
+
 def test_check_of_the_stacked_file_says_to_export_it(adapter, capsys):
     code, text = said(capsys, "--check", adapter, "--model", GOLDEN)
     assert code == 2 and "10 fault(s)" in text

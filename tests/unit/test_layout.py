@@ -161,4 +161,26 @@ def test_the_released_model_on_128_ranks(capsys: pytest.CaptureFixture[str]) -> 
 def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}')
     assert script.main(["--model", str(tmp_path), "--ep", "4"]) == 2
-    assert f"--model {tmp_path}: model_type bert" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"--model {tmp_path}: " in error and "model_type is 'bert'" in error
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[]", "it must be a JSON object"),
+        ('{"model_type": "latentmoe", "text_config": []}', "text_config: [], must be an object or null"),
+        ('{"model_type": "latentmoe", "text_config": {}, "vision_config": []}', "vision_config: [], must be"),
+        ('{"model_type": "latentmoe", "text_config": {"linear_attn_config": []}}', "linear_attn_config: [], must be"),
+    ],
+)
+def test_a_damaged_config_is_named(config: str, message: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert script.main(["--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'config.json'}" in error and message in error
+
+
+def test_a_model_that_is_nowhere_is_named(capsys) -> None:
+    assert script.main(["--model", "nowhere"]) == 2
+    assert "--model nowhere: " in capsys.readouterr().err

@@ -532,7 +532,16 @@ def test_damaged_bases_are_refused(adapter, tmp_path, capsys):
     (tmp_path / "base" / INDEX).write_text(json.dumps(index))
     assert f"do not agree about {scale}" in said()
     (tmp_path / "base" / "model-00002-of-00004.safetensors").unlink()
-    assert "model-00002-of-00004.safetensors is missing" in said()
+    assert f"{tmp_path / 'base'}: model-00002-of-00004.safetensors is missing" in said()
+    (tmp_path / "base" / INDEX).write_text("{}")
+    assert f"{tmp_path / 'base' / INDEX} is damaged" in said()
+
+
+def test_a_config_of_the_base_that_is_no_object(adapter, tmp_path, capsys):
+    shutil.copytree(GOLDEN, tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text("[]")
+    assert main([str(tmp_path / "base"), str(adapter), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'base' / 'config.json'} is damaged: it must be a JSON object" in capsys.readouterr().err
 
 
 def test_wrong_folders_and_switches(adapter, tmp_path, capsys):
@@ -695,6 +704,7 @@ def test_an_export_with_an_expert_that_saw_no_token_is_merged(adapter, tmp_path)
     [
         *(("r", 0), ("r", "4"), ("lora_alpha", "8"), ("lora_alpha", 0), ("lora_alpha", float("nan"))),
         *(("rank_pattern", {"q_proj": 0}), ("rank_pattern", [1]), ("rank_pattern", {"[": 3})),
+        *(("target_modules", "("), ("exclude_modules", "("), ("target_modules", 5), ("target_parameters", [5])),
     ],
 )
 def test_values_of_the_adapter_config(adapter, tmp_path, capsys, field, value):

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from modeling_latentmoe.training import checkpoint, commands, monitor
+from modeling_latentmoe.training.trained_state import load_trained_state
 
 
 def recorded(folder: Path) -> monitor.Metrics:
@@ -52,6 +53,27 @@ def test_damaged_settings_of_a_run_are_named(tmp_path: Path, text: str) -> None:
         checkpoint.check_same_run(tmp_path, {})
 
 
+def test_files_of_a_run_that_are_missing_or_no_text_are_named(tmp_path: Path) -> None:
+    for file, read in (
+        (tmp_path / "run.yaml", lambda: checkpoint.check_same_run(tmp_path, {})),
+        (tmp_path / "metrics.jsonl", lambda: monitor.Metrics(tmp_path, active=True, first_step=1)),
+    ):
+        with pytest.raises(ValueError, match=rf"{file} is missing, .*; copy the whole folder"):
+            read()
+        file.write_bytes(b"a: \xff\n")
+        with pytest.raises(ValueError, match=rf"{file} is not"):
+            read()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"junk", b"\x80\x04K\x01."])
+def test_description_of_a_trained_state(content: bytes | None, tmp_path: Path) -> None:
+    """Missing, empty, junk, a pickle of a number: found before torch reads it, which would print a traceback."""
+    if content is not None:
+        (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata is damaged, cut short or missing"):
+        load_trained_state(tmp_path, None, None, None)
+
+
 def test_only_the_active_process_writes(tmp_path: Path) -> None:
     monitor.Metrics(tmp_path, active=False).add(step=1, loss=1.0)
     assert not list(tmp_path.iterdir())
@@ -89,6 +111,11 @@ def test_loads_of_every_step_survive_a_resume(tmp_path: Path) -> None:
     assert torch.equal(found["step-000004.safetensors"], expected) and expected.dtype == torch.int32
     monitor.Loads(tmp_path, active=True, first_step=2)
     assert [file.name for file in (tmp_path / monitor.LOAD_FOLDER).iterdir()] == ["step-000002.safetensors"]
+    for name in ("step-1000000.safetensors", "step-1000002.safetensors", "step-000002.safetensors.partial", "text"):
+        (tmp_path / monitor.LOAD_FOLDER / name).touch()
+    monitor.Loads(tmp_path, active=True, first_step=999999)
+    left = {file.name for file in (tmp_path / monitor.LOAD_FOLDER).iterdir()}
+    assert left == {"step-000002.safetensors", "text"}
     monitor.Loads(tmp_path, active=False).add(load)
 
 
@@ -176,6 +203,22 @@ def test_resume_needs_a_checkpoint_and_the_same_settings(tmp_path: Path) -> None
     assert checkpoint.check_output(str(tmp_path), changed, False, True).name == "checkpoint-000010"
     with pytest.raises(ValueError, match=r"--lr is 2\.0 but the run in .* has 1\.0"):
         checkpoint.check_output(str(tmp_path), {**settings, "lr": 2.0}, False, True)
+
+
+def test_without_a_checkpoint_the_way_on_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="to start anew, leave it out"):
+        checkpoint.latest_checkpoint(tmp_path)
+    checkpoint.start_output(tmp_path, {})
+    with pytest.raises(ValueError, match="to start anew, give --overwrite in its place"):
+        checkpoint.latest_checkpoint(tmp_path)
+
+
+def test_checkpoints_are_ordered_by_their_numbers(tmp_path: Path) -> None:
+    for step in (999_998, 999_999, 1_000_000):
+        (tmp_path / f"checkpoint-{step:06d}").mkdir()
+    bad = checkpoint.latest_checkpoint(tmp_path)
+    assert bad.name == "checkpoint-1000000"
+    assert f"is in {tmp_path / 'checkpoint-999999'}; delete {bad}" in checkpoint.last_good_adapter(tmp_path, bad)
 
 
 def test_first_interrupt_is_a_wish_the_second_an_order() -> None:

@@ -149,6 +149,25 @@ def test_is_whole_itself(out):
     assert not check_folder(out).faults
 
 
+@pytest.mark.parametrize("file", ["kda.py", "tokenizer_config.json", "tiktoken.model", "processor_config.json"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_lies_beside_the_weights_is_checked(out, script, tmp_path, capsys, file, damaged):
+    folder = shutil.copytree(out, tmp_path / "out", symlinks=True)
+    if damaged and file != "tiktoken.model":
+        (folder / file).write_text("(")
+        fault = f"{file} is damaged: "
+    else:
+        (folder / file).unlink()
+        fault = f"{'tokenizer.json' if file == 'tiktoken.model' else file} is missing"
+    assert script.main(["--check", str(folder)]) == 2
+    assert fault in capsys.readouterr().out
+
+
+def test_a_model_without_processor_is_whole(tmp_path):
+    LatentMoEForConditionalGeneration(read_config(released_config(tmp_path / "k3"))).save_pretrained(tmp_path / "m")
+    assert not check_folder(tmp_path / "m").faults
+
+
 def test_hub_cache_and_relative_paths(source, script, tmp_path, monkeypatch):
     """A snapshot in the Hub's cache is itself a folder of links; ours are absolute."""
     (tmp_path / "snapshot").mkdir()

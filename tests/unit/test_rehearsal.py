@@ -221,6 +221,7 @@ def test_script(rehearse, small, tmp_path):
         (["{config}", "out", "--layers", "0--3"], "error: argument --layers: '0--3' is not a number or a span"),
         (["{config}", "out", "--layers", "3-0"], "error: argument --layers: '3-0' does not rise"),
         (["{config}", "out", "--layers", "500"], "error: --layers 500: the model has"),
+        (["{config}", "out", "--seed", "-1"], "error: --seed -1 must be at least 0"),
         (["{config}", "out", "--experts", "500"], "error: --experts 500: the model has"),
     ],
 )
