@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from transformers.utils.hub import cached_file
-
 from modeling_latentmoe.training.commands import Parser, run_command
 from modeling_latentmoe.training.launch import read_launch
 from modeling_latentmoe.training.layout import (
@@ -32,6 +30,7 @@ from modeling_latentmoe.training.layout import (
 from modeling_latentmoe.training.loading import DTYPES, SHIPPED_MODEL
 from modeling_latentmoe.training.mesh import check_layout, rank_map, span
 from modeling_latentmoe.training.preflight import read_config
+from modeling_latentmoe.training.sources import hub_config
 
 CONFIG = Path(__file__).resolve().parent.parent / "accelerate_configs" / "fsdp2_ep.yaml"
 COLUMNS = ("ranks", "experts", "their adapters", "dense", "its adapters", "gradients", "moments", "last good", "total")
@@ -58,11 +57,7 @@ def layout(argv: Sequence[str]) -> None:
     switches = [word for name, count in counts.items() if count is not None for word in (name, str(count))]
     launch = read_launch(args.config_file, switches)
     world, copies = launch.processes, launch.copies
-    try:
-        place = args.model if Path(args.model).exists() else cached_file(args.model, "config.json")
-        config = read_config(Path(place))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--model {args.model}: {error}") from error
+    config = read_config(Path(args.model) if Path(args.model).exists() else hub_config(args.model))
     check_layout(config, world, args.ep)
     model_arguments = config, DTYPES[args.dtype], Adapter(args.r, args.expert_rank)
 

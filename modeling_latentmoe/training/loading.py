@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -18,7 +16,7 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils.hub import HF_MODULES_CACHE, cached_file
+from transformers.utils.hub import HF_MODULES_CACHE
 
 import modeling_latentmoe
 from modeling_latentmoe.headers import read_index
@@ -31,6 +29,7 @@ from modeling_latentmoe.training.sources import (
     RemoteFiles,
     fetch_small_files,
     header_files,
+    hub_config,
     is_url,
 )
 from modeling_latentmoe.training.streaming import check_shares, streamed
@@ -131,13 +130,7 @@ def _local(model: str) -> str:
         return str(fetch_small_files(RemoteFiles(model)))
     folder = Path(model)
     if not folder.is_dir():
-        try:
-            validate_repo_id(model)
-            cached_file(model, CONFIG)
-        except HFValidationError as error:
-            raise ValueError(f"model {model}: there is no such folder, and it is not a Hub id") from error
-        except OSError as error:
-            raise OSError(f"model {model}: neither a folder here nor at hand from the Hub: {error}") from error
+        hub_config(model)
     # transformers reports these without their names, or not at all
     for file in (CONFIG, *OPTIONAL_FILES):
         if file.endswith(".json") and file != INDEX and (folder / file).is_file():

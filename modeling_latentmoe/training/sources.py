@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import fsspec
+from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import HF_HOME
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
 from modeling_latentmoe.headers import HEADER_LIMIT, read_index
 
@@ -50,6 +52,18 @@ BACKOFF = 0.5
 def is_url(model: str) -> bool:
     """Whether `model` is read through fsspec: https://host/folder, s3://bucket/folder, ..."""
     return "://" in model
+
+
+def hub_config(model: str) -> Path:
+    """The config.json of a model of the Hub, cached or downloaded. ValueError where it cannot be the name of one,
+    OSError where it is not to be had."""
+    try:
+        return Path(hf_hub_download(model, CONFIG))
+    except HFValidationError as error:
+        raise ValueError(f"model {model}: there is no such folder, and it is not a Hub id") from error
+    except (OSError, EntryNotFoundError) as error:
+        cause = " ".join(str(error).split())
+        raise OSError(f"model {model}: neither a folder here nor at hand from the Hub: {cause}") from error
 
 
 def retried(action: Callable[[], T], what: str) -> T:
