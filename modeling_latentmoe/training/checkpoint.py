@@ -95,7 +95,7 @@ def check_output(output_dir: str, settings: dict[str, Any], overwrite: bool, res
     if folder.exists() and any(folder.iterdir()) and not overwrite:
         raise ValueError(
             f"--output_dir {folder} is in use: choose another folder, or --resume to continue its run or "
-            " --overwrite to replace it"
+            "--overwrite to replace it"
         )
     return None
 

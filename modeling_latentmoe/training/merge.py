@@ -50,9 +50,10 @@ from modeling_latentmoe.training.shards import (
     write_header,
     write_tensor,
 )
+from modeling_latentmoe.training.sources import INDEX, SINGLE_FILE
 from modeling_latentmoe.training.streaming import STORED_DTYPES
 
-INDEX_FILE, WEIGHTS_FILE, REPORT_FILE = "model.safetensors.index.json", "model.safetensors", "merge_report.json"
+REPORT_FILE = "merge_report.json"
 LEAVES = WEIGHT, PACKED, SCALE = FLOAT_LEAVES["proj"], PACKED_LEAVES["proj"], PACKED_LEAVES["scale"]
 # not carried over: rewritten weights and index, and what is no part of a snapshot
 REPLACED = ("*.safetensors", "*.safetensors.index.json", REPORT_FILE, ".*")
@@ -76,8 +77,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        listed = read_index(folder / INDEX_FILE).shards
-        files = [folder / name for name in sorted(set(listed.values())) or [WEIGHTS_FILE]]
+        listed = read_index(folder / INDEX).shards
+        files = [folder / name for name in sorted(set(listed.values())) or [SINGLE_FILE]]
         try:
             self.shards = {file: read_header(file) for file in files}
         except ValueError as error:
@@ -89,10 +90,10 @@ class Checkpoint:
                     raise ValueError(f"{name} is stored twice, in {self.tensors[name].file} and {file}")
                 self.tensors[name] = Location(file, stored)
         for name in listed.keys() ^ self.tensors.keys() if listed else ():
-            raise ValueError(f"{folder / INDEX_FILE} and the shards do not agree about {name}")
+            raise ValueError(f"{folder / INDEX} and the shards do not agree about {name}")
         for name, shard in listed.items():
             if self.tensors[name].file.name != shard:
-                raise ValueError(f"{name} is in {self.tensors[name].file} but {INDEX_FILE} says {shard}")
+                raise ValueError(f"{name} is in {self.tensors[name].file} but {INDEX} says {shard}")
 
     def read(self, name: str) -> Tensor:
         return read_tensor(*self.tensors[name])
@@ -396,10 +397,10 @@ def merge(base: Path, adapter: Path, out: Path, experts: Form | None = None) -> 
                 else:
                     shutil.copyfile(file, partial / file.name)
                     bar.update(sizes[file])
-        if (base / INDEX_FILE).is_file():
+        if (base / INDEX).is_file():
             weight_map = {name: file.name for file, layout in layouts.items() for name in layout}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (partial / REPORT_FILE).write_text(json.dumps(asdict(merger.report), indent=1) + "\n")
     return merger.report
 
