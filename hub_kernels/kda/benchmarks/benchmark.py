@@ -11,7 +11,7 @@ Legend: T tokens, H heads, K key and value width.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +182,9 @@ def verified(candidates: dict[str, Function]) -> tuple[dict[str, Function], floa
     return passed, ratios[0], max(ratios)
 
 
-def chunk_rows(quick: bool) -> list[dict[str, Any]]:
+def chunk_rows(quick: bool) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     candidates, o_ratio, worst_ratio = verified({"ours": ours, **fla_candidates(), **nemo_candidates()})
-    rows = []
     for T in LENGTHS[:2] if quick else LENGTHS:
         given, do = inputs(T), torch.randn(1, T, H, K, device="cuda", dtype=torch.bfloat16)
 
@@ -204,20 +203,22 @@ def chunk_rows(quick: bool) -> list[dict[str, Any]]:
                 slow = {"torch": lambda work=work: work(definition)}
                 times |= measure.samples_ms(slow, 1 if quick else 3, warmup=1)
                 torch.cuda.empty_cache()
-            rows.append(
-                measure.row(f"KDA {name}", f"T={T}", times, floors[name], measure.peak_gib(timed["ours"]), ratio)
-            )
-            public = {key: rows[-1]["peers_ms"][key] for key in candidates if key != "ours"}
+            row = measure.row(f"KDA {name}", f"T={T}", times, floors[name], measure.peak_gib(timed["ours"]), ratio)
+            public = {key: row["peers_ms"][key] for key in candidates if key != "ours"}
             peaks = {key: measure.peak_gib(timed[key]) for key in public}
             for key, ms in sorted(public.items(), key=lambda item: item[1]):
-                ratio_text = f"{ms / rows[-1]['ours_ms']:.2f} x ours"
+                ratio_text = f"{ms / row['ours_ms']:.2f} x ours"
                 print(f"    {key:36s} {ms:8.3f} ms = {ratio_text} | {peaks[key]:.2f} GiB", flush=True)
+            yield row | {"peers_peak_gib": peaks}
         del given, do
         torch.cuda.empty_cache()
-    return rows
 
 
-OPS: dict[str, Callable[[bool], list[dict[str, Any]]]] = {"chunk": chunk_rows, "conv": conv.rows, "decode": decode.rows}
+OPS: dict[str, Callable[[bool], Iterable[dict[str, Any]]]] = {
+    "chunk": chunk_rows,
+    "conv": conv.rows,
+    "decode": decode.rows,
+}
 
 
 if __name__ == "__main__":
