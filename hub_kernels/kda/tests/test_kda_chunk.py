@@ -423,6 +423,16 @@ def test_bad_arguments(device, name, change):
         chunk_kda(**arguments | change(arguments))
 
 
+@pytest.mark.parametrize("name", ["v", "f", "A_log", "cu_seqlens"])
+def test_tensors_of_two_devices(device, name):
+    given = inputs(5, 2, 16, 16, torch.float32, device, documents=2)
+    arguments = {argument: given[argument] for argument in INPUTS} | {"lower_bound": -5.0}
+    arguments["cu_seqlens"] = torch.tensor([0, 2, 5], device=device)
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(ValueError, match=f"^{name}: on meta, but q is on {device}"):
+        chunk_kda(**arguments)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("H", [1, 2, 96, 128])
 @pytest.mark.parametrize("K", [64, 128])

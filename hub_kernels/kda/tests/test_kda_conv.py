@@ -158,11 +158,14 @@ def test_prefix_and_rest(device):
         ("cu_seqlens", lambda a: a.update(cu_seqlens=torch.tensor([0.0, 7.0]))),
         ("tails", lambda a: a.update(tails=a["tails"][:1])),
         ("tails", lambda a: a.update(tails=[tail[:1] for tail in a["tails"]])),
+        (r"tails\[1\]: on meta", lambda a: a["tails"].__setitem__(1, a["tails"][1].to("meta"))),
+        ("cu_seqlens: on meta", lambda a: a.update(cu_seqlens=a["cu_seqlens"].to("meta"))),
     ],
 )
 def test_bad_arguments(device, name, change):
     xs, weights, tails, _ = inputs(7, (8, 16), 4, torch.float32, device, documents=2)
-    arguments = {"xs": xs, "weights": weights, "cu_seqlens": torch.tensor([0, 3, 7]), "tails": tails}
+    arguments = {"xs": xs, "weights": weights, "tails": list(tails)}
+    arguments["cu_seqlens"] = torch.tensor([0, 3, 7], device=device)
     change(arguments)
     with pytest.raises(ValueError, match=name):
         short_conv(**arguments)

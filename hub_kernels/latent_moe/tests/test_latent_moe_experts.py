@@ -324,7 +324,7 @@ def test_arguments_are_refused_by_name(device):
     wide = LowRank(a.repeat(1, 40, 1), b.repeat(1, 1, 40), 1.0)
     for name, bad in {
         "x_TL": [case.x[0], case.x.int()],
-        "weights_TS": [case.weights[:, :1], case.weights.int()],
+        "weights_TS": [case.weights[:, :1], case.weights.int(), case.weights.to("meta")],
         "gate_up": [
             gate_up._replace(scale=None),
             gate_up._replace(scale=gate_up.scale[:, 1:]),
@@ -335,6 +335,8 @@ def test_arguments_are_refused_by_name(device):
             gate_up._replace(adapters=(wide,)),
             ExpertMatrices(case.normal(2, 64, 64).requires_grad_()),
             ExpertMatrices(case.normal(2, 63, 64)),
+            gate_up._replace(scale=gate_up.scale.to("meta")),
+            gate_up._replace(adapters=(LowRank(a, b.to("meta"), 1.0),)),
         ],
         "down": [
             gate_up._replace(weight=gate_up.weight[:, :, :16], scale=gate_up.scale[:, :, :1], adapters=()),

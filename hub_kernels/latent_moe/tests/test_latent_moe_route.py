@@ -281,6 +281,8 @@ def test_refusals_name_the_argument(device):
         (lambda: route(logits.repeat(1, 129), bias, 2), "logits_TE: 1032 experts"),
         (lambda: route(logits, bias[1:], 2), "bias_E: expected"),
         (lambda: route(logits, bias.double(), 2), "bias_E: expected"),
+        (lambda: route(logits, bias.to("meta"), 2), "bias_E: on meta"),
+        (lambda: route(logits, bias, 2, mask_T=mask.to("meta")), "mask_T: on meta"),
         (lambda: route(logits, bias, 9), "top_k: 9"),
         (lambda: route(logits, bias, 0), "top_k: 0"),
         (lambda: route(logits, bias, 2, mask_T=mask[1:]), "mask_T: expected"),

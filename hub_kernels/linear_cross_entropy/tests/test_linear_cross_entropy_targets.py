@@ -101,8 +101,14 @@ def test_arguments_are_refused_by_name(arguments):
             (hidden, weight.half(), target),
             (hidden, weight.t().contiguous().t(), target),
             (hidden, weight.clone().requires_grad_(), target),
+            (hidden, weight.to("meta"), target),
         ],
-        "target": [(hidden, weight, target[1:]), (hidden, weight, target.int()), (hidden, weight, target[None])],
+        "target": [
+            (hidden, weight, target[1:]),
+            (hidden, weight, target.int()),
+            (hidden, weight, target[None]),
+            (hidden, weight, target.to("meta")),
+        ],
     }.items():
         for arguments in bad:
             with pytest.raises(ValueError, match=f"^{name}:"):

@@ -114,6 +114,7 @@ def test_refusals_name_the_argument(device):
         ({"q_TIK": q.double()}, "q_TIK: expected"),
         ({"k_SK": k[:, :32]}, "k_SK: expected"),
         ({"k_SK": k.float()}, "k_SK: expected"),
+        ({"k_SK": k.to("meta")}, "k_SK: on meta"),
         ({"weight_TI": weight[1:]}, "weight_TI: expected"),
         ({"weight_TI": weight.int()}, "weight_TI: expected"),
         ({"first_T": first.long()}, "first_T: expected"),

@@ -104,6 +104,7 @@ def test_refusals_name_the_argument(device):
         ({"index_Tk": index.long()}, "index_Tk: expected"),
         ({"target_Tk": target[:, 1:]}, "target_Tk: expected"),
         ({"target_Tk": target.bfloat16()}, "target_Tk: expected"),
+        ({"index_Tk": index.to("meta")}, "index_Tk: on meta"),
     ]:
         arguments = {"q_TIK": q, "k_SK": k, "weight_TI": weight, "index_Tk": index, "target_Tk": target, **changed}
         with pytest.raises(ValueError, match=f"^{message}"):

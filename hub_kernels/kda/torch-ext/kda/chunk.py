@@ -8,6 +8,7 @@ import torch
 import triton
 
 from ._ops import op
+from .devices import check_devices
 from .passes import WIDTHS, Passes
 from .tiles import BT
 
@@ -85,6 +86,7 @@ def _check(q, k, v, f, beta, A_log, dt_bias, lower_bound, cu_seqlens, initial_st
         raise ValueError(f"cu_seqlens must be int32 or int64 [X + 1], with B = 1: {_form(cu_seqlens)}, B = {B}")
     if T * B >= 2**31:
         raise ValueError(f"q has {T * B} tokens, at most 2**31 - 1 are supported")
+    check_devices(q=q, v=v, **{name: x for name, (x, _) in shapes.items()}, cu_seqlens=cu_seqlens)
 
 
 def _form(x: torch.Tensor) -> str:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ._ops import op
+from .devices import check_devices
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -435,11 +436,13 @@ def _check(xs, weights, cu_seqlens, tails) -> None:
         cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64)
     ):
         raise ValueError(f"cu_seqlens must be [D + 1] int32 or int64, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}")
-    if tails is None:
-        return
     D = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    if len(tails) != len(xs) or any(
-        tail.shape != (D, W - 1, y.shape[1]) or tail.dtype != x.dtype for tail, y in zip(tails, xs, strict=False)
+    if tails is not None and (
+        len(tails) != len(xs)
+        or any(tail.shape != (D, W - 1, y.shape[1]) or tail.dtype != x.dtype for tail, y in zip(tails, xs, strict=True))
     ):
         found = [(tuple(tail.shape), tail.dtype) for tail in tails]
         raise ValueError(f"tails must be [{D}, {W - 1}, P] {x.dtype} for each stream, got {found}")
+    groups = {"xs": xs, "weights": weights, "tails": tails or ()}
+    streams = {f"{name}[{i}]": x for name, group in groups.items() for i, x in enumerate(group)}
+    check_devices(**streams, cu_seqlens=cu_seqlens)

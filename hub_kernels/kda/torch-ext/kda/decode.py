@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ._ops import op
+from .devices import check_devices
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 L2_EPS = tl.constexpr(1e-6)
@@ -187,6 +188,7 @@ def step_kda(
     shapes |= {"A_log": (H,), "dt_bias": (H, K)}
     tensors = [q, k, v, f, beta, A_log, dt_bias]
     _check_shapes(shapes, tensors)
+    check_devices(state=state, **dict(zip(shapes, tensors, strict=True)))
     return _step_op(*(x.contiguous() for x in tensors), state.contiguous(), lower_bound)
 
 
@@ -275,6 +277,10 @@ def decode_kda(
         raise ValueError(f"state has {N} rows for {B} sequences: slots must say which are whose")
     if slots is not None and (slots.shape != (B,) or slots.dtype != torch.int32):
         raise ValueError(f"slots must be [{B}] int32, got {tuple(slots.shape)} {slots.dtype}")
+    groups = {"xs": xs, "weights": weights, "conv_states": conv_states}
+    streams = {f"{name} ({part})": x for name, group in groups.items() for part, x in zip("qkv", group, strict=True)}
+    rest = {"f": f, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "gate": gate, "norm_weight": norm_weight}
+    check_devices(state=state, **streams, **rest, slots=slots)
     inputs = [x.contiguous() for x in [*xs, *weights]]
     rest = [x.contiguous() for x in (f, beta, A_log, dt_bias)]
     return _decode_op(

@@ -10,6 +10,7 @@ import torch
 
 from . import chunks
 from ._ops import op
+from .devices import check_devices
 from .reference import linear_cross_entropy_reference
 
 
@@ -81,6 +82,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> 
         )
     if target.shape != hidden.shape[:1] or target.dtype != torch.int64:
         raise ValueError(f"target: expected int64 [{hidden.shape[0]}], got {target.dtype} {list(target.shape)}")
+    check_devices(hidden=hidden, weight=weight, target=target)
 
 
 def linear_cross_entropy(

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from ._ops import op
+from .devices import check_devices
 from .index_quantise import quantise
 from .index_scores import write_scores
 from .index_select import merge_best
@@ -65,6 +66,7 @@ def check_indexer(q_TIK: torch.Tensor, k_SK: torch.Tensor, weight_TI: torch.Tens
         raise ValueError(
             f"weight_TI: expected floats {list(q_TIK.shape[:2])}, got {weight_TI.dtype} {list(weight_TI.shape)}"
         )
+    check_devices(q_TIK=q_TIK, k_SK=k_SK, weight_TI=weight_TI)
 
 
 def check_range(name: str, x_T: torch.Tensor, queries: int) -> None:

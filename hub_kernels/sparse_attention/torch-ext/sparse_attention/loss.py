@@ -8,6 +8,7 @@ import torch
 import triton
 
 from ._ops import op
+from .devices import check_devices
 from .index import check_indexer
 from .loss_kernels import key_gradients_kernel, loss_kernel, query_gradients_kernel
 
@@ -174,6 +175,7 @@ def check_loss(
         raise ValueError(
             f"target_Tk: expected float32 {list(index_Tk.shape)}, got {target_Tk.dtype} {list(target_Tk.shape)}"
         )
+    check_devices(q_TIK=q_TIK, index_Tk=index_Tk, target_Tk=target_Tk)
 
 
 def indexer_loss(
