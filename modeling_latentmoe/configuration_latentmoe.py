@@ -237,6 +237,8 @@ class LatentMoETextConfig(PreTrainedConfig):
 
     def _derive_layer_types(self) -> list[str]:
         n, linear = self.num_hidden_layers, self.linear_attn_config
+        if not _is_count(n):
+            raise ValueError(f"num_hidden_layers: {n!r}, must be a positive integer")
         kinds = [FULL] * n
         if linear is not None:
             if not isinstance(linear, dict):
@@ -244,6 +246,8 @@ class LatentMoETextConfig(PreTrainedConfig):
             kda, full = linear.get("kda_layers"), linear.get("full_attn_layers")
             if kda is None or full is None:
                 raise ValueError("linear_attn_config: kda_layers and full_attn_layers (1-based) are both required")
+            if not isinstance(kda, list | tuple) or not isinstance(full, list | tuple):
+                raise ValueError(f"linear_attn_config: kda_layers {kda!r} and full_attn_layers {full!r} must be lists")
             if sorted([*kda, *full]) != list(range(1, n + 1)):
                 raise ValueError(
                     f"linear_attn_config: kda_layers and full_attn_layers must partition the layers 1..{n} "

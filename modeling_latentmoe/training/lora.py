@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from modeling_latentmoe.configuration_latentmoe import LINEAR
-from modeling_latentmoe.conversion import FLOAT_DTYPES
 from modeling_latentmoe.training.dense_lora import fuse_dense
 from modeling_latentmoe.training.expert_adapters import held_experts, slice_adapter
 from modeling_latentmoe.training.indexer import INDEXER_FILE, read_indexers, set_indexers
@@ -290,7 +289,7 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
                 message=".*(rank_pattern|alpha_pattern|is_gradient_checkpointing|missing adapter keys).*",
             )
             peft_model = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
-    except (RuntimeError, ValueError, TypeError, re.error) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, re.error) as error:
         # RuntimeError for tensors, the others for fields of the config
         raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
     check_used(adapter, stored, peft_model)
@@ -370,7 +369,8 @@ def check_used(adapter: str, stored: set[str], peft_model: PeftModel) -> None:
 def check_finite(adapter: str, factors: dict[str, Tensor]) -> None:
     """ValueError that names the first of an adapter's tensors that would spread NaN."""
     for name, factor in factors.items():
-        if not factor.isfinite().all():
+        # torch asks this of no 8-bit floats
+        if not (factor.float() if factor.itemsize == 1 else factor).isfinite().all():
             raise ValueError(f"adapter {adapter}: {name} holds NaN or infinite numbers")
 
 
@@ -390,7 +390,7 @@ def check_files(folder: Path) -> set[str]:
     except SafetensorError as error:
         raise ValueError(f"{weights} is damaged or cut short ({error})") from error
     for name, dtype in dtypes.items():
-        if dtype not in FLOAT_DTYPES:
+        if not dtype.startswith(("F", "BF")):
             raise ValueError(f"{weights}: {name} holds {dtype}, not floating-point numbers")
     return set(dtypes)
 

@@ -200,9 +200,13 @@ def code_files(contents: dict[str, bytes]) -> list[str]:
     modules = set()
     for name, content in contents.items():
         if name.endswith(".py"):
-            modules.update(re.findall(r"^\s*from\s+\.(\w+)\s+import", content.decode(), flags=re.MULTILINE))
+            code = content.decode(errors="replace")
+            modules.update(re.findall(r"^\s*from\s+\.(\w+)\s+import", code, flags=re.MULTILINE))
         elif name.endswith("config.json"):
-            for value in json.loads(content).get("auto_map", {}).values():
+            auto_map = json.loads(content).get("auto_map")
+            if not isinstance(auto_map, dict | None):
+                raise ValueError(f"{name} is damaged: auto_map must be an object")
+            for value in (auto_map or {}).values():
                 references = value if isinstance(value, list) else [value]
                 modules.update(match[1] for r in references if r and (match := re.fullmatch(r"(\w+)\.\w+", r)))
     return sorted(f"{module}.py" for module in modules if f"{module}.py" not in contents)

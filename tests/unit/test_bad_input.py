@@ -444,6 +444,7 @@ def test_generate(small: Path, other: Path, tmp_path: Path, capsys: pytest.Captu
         ("lora_alpha", None, "does not fit the model"),
         ("lora_alpha", float("nan"), "lora_alpha / r"),
         ("target_modules", "(", "does not fit the model"),
+        ("rank_pattern", [1], "does not fit the model"),
         (None, None, "holds NaN"),
     ],
 )
@@ -471,3 +472,15 @@ def test_an_adapter_of_whole_numbers(small: Path, tmp_path: Path) -> None:
     save_file(factors | {name: factors[name].int()}, file)
     with pytest.raises(ValueError, match=f"adapter_model.safetensors: {name} holds I32"):
         lora.check_files(folder)
+
+
+def test_an_adapter_of_8_bit_floats(small: Path, tmp_path: Path) -> None:
+    """Stock PEFT reads them too."""
+    model, folder = load_model(str(small), "fp32"), tmp_path / "adapter"
+    lora.add_adapter(model, r=2, lora_alpha=4.0, expert_rank=1).save_pretrained(folder)
+    file = folder / "adapter_model.safetensors"
+    factors = {name: factor.to(torch.float8_e4m3fn) for name, factor in load_file(file).items()}
+    save_file(factors, file)
+    loaded = lora.load_adapter(load_model(str(small), "fp32"), str(folder))
+    name = next(name for name in factors if "o_proj.lora_A" in name)
+    assert torch.equal(loaded.get_parameter(name.replace("lora_A", "lora_A.default")), factors[name].float())

@@ -67,6 +67,8 @@ FAULTS = [
     ({"rms_norm_eps": 0.0}, "rms_norm_eps: 0.0"),
     ({"activation_situ_beta": 0.0}, "activation_situ_beta: 0.0"),
     ({"rms_norm_eps": None}, "rms_norm_eps: None"),
+    ({"num_hidden_layers": "3"}, "num_hidden_layers: '3'"),
+    ({"linear_attn_config": {"kda_layers": 3, "full_attn_layers": []}}, "kda_layers 3 and full_attn_layers"),
     ({"routed_scaling_factor": None}, "routed_scaling_factor: None"),
     ({"qk_rope_head_dim": None}, "qk_rope_head_dim: None"),
     ({"activation_situ_linear_beta": 0.0}, "activation_situ_linear_beta: 0.0"),

@@ -163,6 +163,14 @@ def test_what_lies_beside_the_weights_is_checked(out, script, tmp_path, capsys, 
     assert fault in capsys.readouterr().out
 
 
+def test_an_auto_map_of_another_kind(out, script, tmp_path, capsys):
+    folder = shutil.copytree(out, tmp_path / "out", symlinks=True)
+    (folder / "tokenizer_config.json").write_text('{"auto_map": "x.Y"}')
+    assert script.main(["--check", str(folder)]) == 2
+    said = capsys.readouterr()
+    assert "tokenizer_config.json is damaged: auto_map must be an object" in said.out + said.err
+
+
 def test_a_model_without_processor_is_whole(tmp_path):
     LatentMoEForConditionalGeneration(read_config(released_config(tmp_path / "k3"))).save_pretrained(tmp_path / "m")
     assert not check_folder(tmp_path / "m").faults
