@@ -30,5 +30,5 @@ def loop_bounds():
 
 
 @pytest.fixture(autouse=True)
-def seed(request):
+def own_random_numbers(request):
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))

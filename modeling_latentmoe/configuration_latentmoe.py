@@ -134,7 +134,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 class LatentMoETextConfig(PreTrainedConfig):
@@ -585,7 +585,8 @@ class LatentMoEConfig(PreTrainedConfig):
                 f"text_config.hidden_size={self.text_config.hidden_size}"
             )
         media = self.media_placeholder_token_id
-        if self.vision_config is not None and not (_is_count(media, least=0) and media < self.text_config.vocab_size):
+        # Without images it is looked for too, and need not be a token.
+        if not _is_count(media, least=0) or (self.vision_config is not None and media >= self.text_config.vocab_size):
             raise ValueError(
                 f"media_placeholder_token_id: {media!r}, must lie in 0..vocab_size-1={self.text_config.vocab_size - 1}"
             )

@@ -53,7 +53,7 @@ class GatedHeadNorm(Float32Parameters):
 class KimiDeltaAttention(Float32Parameters):
     """KDA mixer [B, T, D] -> [B, T, D]; padding gives zeros and changes no state.
 
-    Chunked over whole documents for training and prefill, one recurrent step for a cached token without gradients.
+    Chunked over whole documents for training and prefill, one recurrent step for a cached single token.
     """
 
     float32_parameters: tuple[str, ...] = ("A_log", "dt_bias")
@@ -133,10 +133,7 @@ class KimiDeltaAttention(Float32Parameters):
         gate = self.A_log[: self.num_heads], self.dt_bias.view(self.num_heads, -1), self.gate_lower_bound
         kernels = self.config.kernels
         one_token_a_row = documents.ids_BT.shape[1] == 1 and documents.valid_BT is None
-        # The kernel of a step has no gradients, that of chunks has.
-        inputs = q, k, v, z, beta, *gate[:2], old
-        differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        if old is not None and one_token_a_row and not differentiated:
+        if old is not None and one_token_a_row:
             o, state = kda_step(q, k, v, z, beta, *gate, old, kernels)
         else:
             past = None if old is None else old[documents.row_D]

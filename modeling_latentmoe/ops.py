@@ -303,7 +303,10 @@ def kda_step(
     Returns (o [B, H, V], new state); the state is fp32.
     """
     token = q_BHK, k_BHK, v_BHV, z_BHK, beta_BH
-    if kernel := kernel_for("kda", kernels, *token, problem=_kda_problem(k_BHK, v_BHV)):
+    problem = _kda_problem(k_BHK, v_BHV)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*token, A_log_H, dt_bias_HK, state_BHKV)):
+        problem = "a single token after a cache has no gradients"
+    if kernel := kernel_for("kda", kernels, *token, problem=problem):
         return kernel.step_kda(*token, A_log_H, dt_bias_HK, state_BHKV, lower_bound)
     parts = q_BHK, k_BHK, v_BHV, kda_gate(z_BHK, A_log_H, dt_bias_HK, lower_bound), torch.sigmoid(_wide(beta_BH))
     if (found := delta_step_npu(*parts, state_BHKV, kernels)) is not None:

@@ -21,9 +21,10 @@ def recomputed(
 
     outputs: what function(*inputs) gave, one tensor or several. Those that lie in the memory of an input, as where the
     function had nothing to do, are kept. The function draws no random numbers; what it needs beside `inputs`, such as
-    weights, is there in backward, unchanged. RuntimeError in backward where a tensor that was kept has been changed in
-    place, as torch raises without these hooks. They nest, also in activation checkpointing and other hooks on saved
-    tensors: the hooks around are given what is kept here. What is compiled keeps what its compiler chooses.
+    weights, is there in backward, unchanged. RuntimeError where an input was changed in place before it was kept, or
+    in backward where a tensor was after it, as torch raises without these hooks. They nest, also in activation
+    checkpointing and other hooks on saved tensors: the hooks around are given what is kept here. What is compiled keeps
+    what its compiler chooses.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
@@ -62,6 +63,8 @@ class _Again:
 
     def __init__(self, outputs: Sequence[torch.Tensor], function: Callable, inputs: Sequence[torch.Tensor]) -> None:
         self.function, self.inputs = function, inputs
+        # Tensors of inference mode have none, and none of them is kept.
+        self.versions = [0 if x.is_inference() else x._version for x in inputs]
         # Torch calls the innermost hooks only.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.outer_pack, self.outer_unpack = hooks or (_pack, _unpack)
@@ -78,6 +81,8 @@ class _Again:
         if place is None or x.dtype != self.dtypes[place]:
             return _Other(self.outer_pack(x))
         if not self.uses:
+            for y, version in zip(self.inputs, self.versions, strict=True):
+                _check(y, version)
             self.packed, self.inputs = [self.outer_pack(y) for y in self.inputs], ()
         self.uses += 1
         return _Output(place, x.size(), x.stride(), x.storage_offset())
@@ -117,13 +122,16 @@ def _pack(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
     """What torch checks of saved tensors where there are no hooks."""
-    x, version = packed
+    _check(*packed)
+    return packed[0]
+
+
+def _check(x: torch.Tensor, version: int) -> None:
     if x._version != version:
         raise RuntimeError(
-            f"a tensor of {tuple(x.shape)} that backward needs was changed in place after it was kept "
+            f"a tensor of {tuple(x.shape)} that backward needs was changed in place "
             f"(it is at version {x._version}, version {version} was expected): change a copy"
         )
-    return x
 
 
 def _memory(x: torch.Tensor) -> StorageWeakRef:

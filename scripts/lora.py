@@ -69,7 +69,7 @@ from modeling_latentmoe.training.parallelize import parallelize, start_processes
 from modeling_latentmoe.training.placement import check_placement, decide, parse_placement
 from modeling_latentmoe.training.prometheus import Textfile
 from modeling_latentmoe.training.router_bias import BIAS_FILE, read_biases, set_biases
-from modeling_latentmoe.training.rows import Rows, open_dataset
+from modeling_latentmoe.training.rows import Rows, is_digits, open_dataset
 from modeling_latentmoe.training.tiers import Tiers
 from modeling_latentmoe.training.trained_state import prepare_moments
 from modeling_latentmoe.training.values import full_value
@@ -320,7 +320,7 @@ def train(args: Arguments, argv: Sequence[str]) -> None:
         packing=args.packing,
         skip_bad_images=args.skip_bad_images,
     )
-    eval_split = args.eval_split or ("test" if args.dataset.startswith("digits") else None)
+    eval_split = args.eval_split or ("test" if is_digits(args.dataset) else None)
     held_out = None
     if args.eval_dataset or eval_split:
         name = args.eval_dataset or args.dataset

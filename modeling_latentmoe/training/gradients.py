@@ -86,9 +86,8 @@ def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> Norms
     squares_3N = torch.stack(list(squares.values()), dim=1)
     experts_N, sharded_N = summed(squares_3N[EXPERT], mesh.device_type, mesh.get_group("ep")), squares_3N[SHARDED]
     # of the parameters and not of the gradients: every process takes the same collectives
-    groups = {
-        param.device_mesh.get_group(_shard_axis(param)) for param in trained.values() if isinstance(param, DTensor)
-    }
+    sharded = [param for param in trained.values() if isinstance(param, DTensor)]
+    groups = dict.fromkeys(param.device_mesh.get_group(_shard_axis(param)) for param in sharded)
     for group in groups:
         sharded_N = summed(sharded_N, mesh.device_type, group)
     squares_N = experts_N + sharded_N.cpu() + squares_3N[COPIED].cpu()

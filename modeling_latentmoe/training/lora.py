@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from modeling_latentmoe.configuration_latentmoe import LINEAR
+from modeling_latentmoe.conversion import FLOAT_DTYPES
 from modeling_latentmoe.training.dense_lora import fuse_dense
 from modeling_latentmoe.training.expert_adapters import held_experts, slice_adapter
 from modeling_latentmoe.training.indexer import INDEXER_FILE, read_indexers, set_indexers
@@ -51,6 +52,8 @@ PROJECTOR_TARGETS = ("mm_projector.proj.0", "mm_projector.proj.2")
 NEVER_ADAPTED = {"vision_tower", "indexer"}
 # adapted only by a target that names them: "down_proj" never reaches an expert stack
 PROTECTED = {"mm_projector", "lm_head", "experts"}
+# PEFT widens those of 8 bits
+ADAPTER_DTYPES = FLOAT_DTYPES | {"F8_E4M3", "F8_E5M2"}
 BASE_FILE = "base_model.json"
 # of values that were learned beside the factors, where there are any (values.py)
 SIDE_FILES = (BIAS_FILE, INDEXER_FILE)
@@ -292,8 +295,9 @@ def load_adapter(model: nn.Module, adapter: str, is_trainable: bool = False) -> 
     except (RuntimeError, ValueError, TypeError, AttributeError, re.error) as error:
         # RuntimeError for tensors, the others for fields of the config
         raise ValueError(f"adapter {adapter} does not fit the model: {' '.join(str(error).split())[:300]}") from error
-    check_used(adapter, stored, peft_model)
-    check_finite(adapter, get_peft_model_state_dict(peft_model))
+    factors = get_peft_model_state_dict(peft_model)
+    check_used(adapter, stored, set(factors))
+    check_finite(adapter, factors)
     for name, module in peft_model.named_modules():
         if "default" in getattr(module, "lora_A", {}) and not math.isfinite(module.scaling["default"]):
             raise ValueError(
@@ -321,7 +325,7 @@ def fill_adapter(model: PeftModel, adapter: str, identity: dict[str, str]) -> di
         mine, other = getattr(ours, field), getattr(theirs, field, None)
         if mine != other:
             raise ValueError(f"--adapter {adapter} has {field} {other}, this run asks for {mine}")
-    check_used(adapter, stored, model)
+    check_used(adapter, stored, set(get_peft_model_state_dict(model)))
     base = model.get_base_model()
     biases, indexers = read_biases(folder, base), read_indexers(folder, base)
     factors = load_file(folder / "adapter_model.safetensors")
@@ -359,9 +363,9 @@ def check_base(folder: Path, adapter: str, identity: dict[str, str]) -> None:
             raise ValueError(f"adapter {adapter} was made for another base model ({made_for['base_model']})")
 
 
-def check_used(adapter: str, stored: set[str], peft_model: PeftModel) -> None:
-    """ValueError unless the model has exactly the tensors of the file."""
-    odd = sorted(stored ^ set(get_peft_model_state_dict(peft_model)))
+def check_used(adapter: str, stored: set[str], held: set[str]) -> None:
+    """ValueError unless the model holds exactly the tensors of the file."""
+    odd = sorted(stored ^ held)
     if odd:
         raise ValueError(f"adapter {adapter}: {len(odd)} tensors do not fit the model, for example {odd[0]}")
 
@@ -369,8 +373,8 @@ def check_used(adapter: str, stored: set[str], peft_model: PeftModel) -> None:
 def check_finite(adapter: str, factors: dict[str, Tensor]) -> None:
     """ValueError that names the first of an adapter's tensors that would spread NaN."""
     for name, factor in factors.items():
-        # torch asks this of no 8-bit floats
-        if not (factor.float() if factor.itemsize == 1 else factor).isfinite().all():
+        # 8-bit floats cannot be asked
+        if not factor.float().isfinite().all():
             raise ValueError(f"adapter {adapter}: {name} holds NaN or infinite numbers")
 
 
@@ -390,8 +394,8 @@ def check_files(folder: Path) -> set[str]:
     except SafetensorError as error:
         raise ValueError(f"{weights} is damaged or cut short ({error})") from error
     for name, dtype in dtypes.items():
-        if not dtype.startswith(("F", "BF")):
-            raise ValueError(f"{weights}: {name} holds {dtype}, not floating-point numbers")
+        if dtype not in ADAPTER_DTYPES:
+            raise ValueError(f"{weights}: {name} holds {dtype}, expected one of {', '.join(sorted(ADAPTER_DTYPES))}")
     return set(dtypes)
 
 
@@ -412,7 +416,7 @@ def read_json(file: Path, *fields: str) -> dict[str, Any]:
     """A JSON object that has these fields; ValueError that names the file."""
     try:
         values = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(values, dict) or not values.keys() >= set(fields):
         raise ValueError(f"{file} must be a JSON object{' with ' if fields else ''}{', '.join(fields)}")

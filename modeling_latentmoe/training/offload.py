@@ -19,7 +19,8 @@ def offload_activations(model: nn.Module) -> None:
 
     What several operations keep is sent once, and comes back once for all of them. Copies are launched on the stream
     that computes: the host waits for none, and computation for each. Weights stay. Torch's pinned memory comes in
-    powers of two: the host needs more than the device is spared.
+    powers of two: the host needs more than the device is spared. What memory holds is told apart by autograd's
+    versions: writing through `.data` between two operations that keep a tensor is not seen.
     """
     # weak: a model that holds its own method is not freed when it is dropped, but whenever Python looks for cycles
     forward = WeakMethod(model.forward)

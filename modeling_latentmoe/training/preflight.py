@@ -14,11 +14,10 @@ from modeling_latentmoe.conversion import Fault, FileSurvey, survey_checkpoint
 from modeling_latentmoe.headers import index_path, read_index
 from modeling_latentmoe.modeling_latentmoe import LatentMoEForConditionalGeneration
 from modeling_latentmoe.tokenization_latentmoe import VOCAB_FILE
-from modeling_latentmoe.training.sources import CONFIG, INDEX, OPTIONAL_FILES, code_files
+from modeling_latentmoe.training.sources import CONFIG, INDEX, OPTIONAL_FILES, PROCESSOR_CONFIGS, code_files
 
 # What a released snapshot has beside config and weights, as far as it is read here.
 PROCESSOR_FILES = ("preprocessor_config.json", "tokenizer_config.json", VOCAB_FILE)
-PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
 
 
 class Report(NamedTuple):

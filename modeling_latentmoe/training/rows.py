@@ -32,6 +32,11 @@ DIGIT_PIXELS = 56
 History = Sequence[Sequence[int]]
 
 
+def is_digits(source: str) -> bool:
+    """Whether `open_dataset` takes `source` for the handwritten digits, and not for a file or folder of that name."""
+    return source.partition(":")[0] == "digits" and not Path(source).exists()
+
+
 def open_dataset(
     source: str, split: str, config: str | None = None, streaming: bool = False
 ) -> tuple[Dataset | IterableDataset, Path | None]:
@@ -41,8 +46,7 @@ def open_dataset(
     with a metadata file, a folder written by `save_to_disk`, a Hub id, or "digits" (also "digits:blank" and
     "digits:shuffled", its controls). Raises ValueError that names the source.
     """
-    path = Path(source)
-    digits = source.partition(":")[0] == "digits" and not path.exists()
+    path, digits = Path(source), is_digits(source)
     if config is not None and (digits or path.is_file()):
         raise ValueError(f"--dataset_config {config}: dataset {source} has no configurations, leave it out")
     if digits:

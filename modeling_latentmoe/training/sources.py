@@ -31,11 +31,11 @@ CACHE = Path(HF_HOME) / "latentmoe"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
 OPTIONAL_FILES = (
     INDEX,
     "generation_config.json",
-    "processor_config.json",
-    "preprocessor_config.json",
+    *PROCESSOR_CONFIGS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
@@ -196,19 +196,24 @@ def fetch_small_files(files: RemoteFiles) -> Path:
 
 
 def code_files(contents: dict[str, bytes]) -> list[str]:
-    """Modules that configs in `contents` (name -> bytes) name, or modules in it import, but that it lacks."""
+    """Modules that configs in `contents` (name -> bytes) name, or modules in it import, but that it lacks.
+
+    A tokenizer names its processor's class too, which is not needed where there is no processor.
+    """
     modules = set()
+    unused = () if contents.keys() & {*PROCESSOR_CONFIGS} else ("AutoProcessor",)
     for name, content in contents.items():
         if name.endswith(".py"):
             code = content.decode(errors="replace")
             modules.update(re.findall(r"^\s*from\s+\.(\w+)\s+import", code, flags=re.MULTILINE))
         elif name.endswith("config.json"):
-            auto_map = json.loads(content).get("auto_map")
-            if not isinstance(auto_map, dict | None):
+            classes = json.loads(content).get("auto_map") or {}
+            if not isinstance(classes, dict):
                 raise ValueError(f"{name} is damaged: auto_map must be an object")
-            for value in (auto_map or {}).values():
-                references = value if isinstance(value, list) else [value]
-                modules.update(match[1] for r in references if r and (match := re.fullmatch(r"(\w+)\.\w+", r)))
+            for kind, value in classes.items():
+                references = () if kind in unused else value if isinstance(value, list) else [value]
+                found = (re.fullmatch(r"(\w+)\.\w+", r) for r in references if isinstance(r, str))
+                modules.update(match[1] for match in found if match)
     return sorted(f"{module}.py" for module in modules if f"{module}.py" not in contents)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def summed(values: Tensor, device: str | torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`values` summed over the processes of `group`, on the host, in the order of ranks: the same bits on all of them.
+    """`values` summed over the processes of `group`, on the host: the same bits on all of them.
 
     device: that of the processes' collectives.
     """

@@ -195,8 +195,13 @@ def test_a_cached_token_has_gradients_on_kernels(played: Played) -> None:
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
     played.calls.clear()
-    model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits.sum().backward()
-    assert "chunk_kda with state" in played.calls and "step_kda" not in played.calls
+    token = {"input_ids": ids[:, :1], "past_key_values": cache, "use_cache": True}
+    model(**token).logits.sum().backward()
+    assert all(param.grad is not None for name, param in model.named_parameters() if "A_log" in name)
+    assert "step_kda" not in played.calls and "gated_rms_norm" in played.calls
+    model.config.kernels = model.config.get_text_config().kernels = "hub"
+    with pytest.raises(ValueError, match='kernels="hub": kda: a single token after a cache has no gradients'):
+        model(**token)
 
 
 def test_a_forward_without_cache_keeps_no_states(played: Played) -> None:

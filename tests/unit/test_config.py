@@ -70,6 +70,7 @@ FAULTS = [
     ({"num_hidden_layers": "3"}, "num_hidden_layers: '3'"),
     ({"linear_attn_config": {"kda_layers": 3, "full_attn_layers": []}}, "kda_layers 3 and full_attn_layers"),
     ({"routed_scaling_factor": None}, "routed_scaling_factor: None"),
+    ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor: inf"),
     ({"qk_rope_head_dim": None}, "qk_rope_head_dim: None"),
     ({"activation_situ_linear_beta": 0.0}, "activation_situ_linear_beta: 0.0"),
     ({"num_experts_per_token": True}, "num_experts_per_token: True"),
@@ -113,9 +114,17 @@ def test_faults_of_the_vision_config_raise_and_name_the_field(name, value):
 
 
 @pytest.mark.parametrize("placeholder", [None, -1])
-def test_a_media_placeholder_that_is_no_token_is_refused(placeholder):
+@pytest.mark.parametrize("changes", [{}, {"vision_config": None}])
+def test_a_media_placeholder_that_is_no_token_is_refused(placeholder, changes):
+    """Also without images: forward and `generate` look for it."""
+    fields = LatentMoEConfig.tiny().to_dict() | changes | {"media_placeholder_token_id": placeholder}
     with pytest.raises(ValueError, match=f"media_placeholder_token_id: {placeholder}"):
-        LatentMoEConfig(**LatentMoEConfig.tiny().to_dict() | {"media_placeholder_token_id": placeholder})
+        LatentMoEConfig(**fields)
+
+
+def test_without_images_the_media_placeholder_may_lie_outside_of_the_vocabulary():
+    fields = LatentMoEConfig.tiny().to_dict() | {"vision_config": None, "media_placeholder_token_id": 163605}
+    assert LatentMoEConfig(**fields).media_placeholder_token_id == 163605
 
 
 def test_without_a_situ_beta_it_is_one():

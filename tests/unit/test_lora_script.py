@@ -283,6 +283,16 @@ def test_held_out_chats_without_a_question(small: Path, tmp_path: Path) -> None:
     assert '--question "What is this?"' in (tmp_path / "run" / "README.md").read_text()
 
 
+def test_a_file_named_like_the_digits_holds_nothing_out(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handwritten digits have a split of their own for that, a file would be what is trained on."""
+    monkeypatch.chdir(tmp_path)
+    Path("digits.jsonl").write_text('{"prompt": "1?", "completion": "2"}\n' * 4)
+    assert script.main(argv(small, tmp_path / "run", "--dataset", "digits.jsonl", "--max_steps", "1")) == 0
+    assert not any("eval_loss" in record for record in metrics(tmp_path / "run"))
+
+
 @pytest.mark.slow
 def test_a_step_is_saved_once(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the last one: writing a checkpoint again would leave none for a moment. Others are removed by renaming them

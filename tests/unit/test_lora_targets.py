@@ -218,6 +218,21 @@ def test_stock_peft_and_our_reader_give_the_same_logits(saved) -> None:
     torch.testing.assert_close(logits(native), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_an_adapter_in_eight_bits(saved, tmp_path: Path) -> None:
+    """As stock PEFT reads it, which widens it."""
+    folder = shutil.copytree(saved[0], tmp_path / "adapter")
+    weights = folder / "adapter_model.safetensors"
+    save_file({name: x.to(torch.float8_e4m3fn) for name, x in load_file(weights).items()}, weights)
+    expected = logits(PeftModel.from_pretrained(small_model(), folder))
+    assert (expected - saved[1]).abs().max() > 1e-2
+    torch.testing.assert_close(logits(lora.load_adapter(small_model(), str(folder))), expected, rtol=1e-5, atol=1e-5)
+    base = small_model()
+    identity = lora.base_identity(base, "org/base")
+    model = lora.add_adapter(base, **OPTIONS, train_projector=True)
+    lora.fill_adapter(model, str(folder), identity)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_file_holds_factors_under_names_without_the_adapter(saved) -> None:
     tensors = load_file(saved[0] / "adapter_model.safetensors")
     assert all("lora_" in name and ".default" not in name for name in tensors)

@@ -21,8 +21,10 @@ from modeling_latentmoe.image_processing_latentmoe import LatentMoEImageProcesso
 from modeling_latentmoe.processing_latentmoe import LatentMoEProcessor
 from modeling_latentmoe.tokenization_latentmoe import LatentMoETokenizer
 from modeling_latentmoe.training import overlay as overlay_module
+from modeling_latentmoe.training.loading import SHIPPED_MODEL
 from modeling_latentmoe.training.overlay import make_overlay
 from modeling_latentmoe.training.preflight import check_folder, read_config, summarize
+from modeling_latentmoe.training.sources import code_files
 
 from .snapshots import INDEX, SHARDS, edit_header, released_config, shard, write_small_snapshot
 
@@ -172,8 +174,19 @@ def test_an_auto_map_of_another_kind(out, script, tmp_path, capsys):
 
 
 def test_a_model_without_processor_is_whole(tmp_path):
+    """Also with a tokenizer, which names the processor that it came from."""
     LatentMoEForConditionalGeneration(read_config(released_config(tmp_path / "k3"))).save_pretrained(tmp_path / "m")
     assert not check_folder(tmp_path / "m").faults
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(SHIPPED_MODEL) / file, tmp_path / "m" / file)
+    assert "AutoProcessor" in (tmp_path / "m" / "tokenizer_config.json").read_text()
+    assert not check_folder(tmp_path / "m").faults
+
+
+@pytest.mark.parametrize("classes", [None, {"AutoTokenizer": [None, 5]}])
+def test_classes_of_another_kind_name_no_code(classes):
+    contents = {"tokenizer_config.json": json.dumps({"auto_map": classes}).encode()}
+    assert code_files(contents) == []
 
 
 def test_hub_cache_and_relative_paths(source, script, tmp_path, monkeypatch):

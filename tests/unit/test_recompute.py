@@ -214,6 +214,24 @@ def test_a_change_in_place_is_an_error(changed: str) -> None:
         torch.autograd.grad(out, (x, weight))
 
 
+def test_tensors_of_inference_mode_are_taken_where_nothing_is_kept() -> None:
+    with torch.inference_mode():
+        x = torch.randn(4, 4)
+    with recomputed(y := x.sigmoid(), torch.sigmoid, x):
+        assert torch.equal(y @ y, x.sigmoid() @ x.sigmoid())
+
+
+def test_an_input_that_changes_before_an_output_is_kept_is_an_error() -> None:
+    """The output is still what it was: it would be computed again to something else."""
+    x, weight = inputs()
+    leaf = x * 1.0
+    y = leaf.sigmoid()
+    with recomputed(y, torch.sigmoid, leaf), torch.no_grad():
+        leaf.add_(1.0)
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="that backward needs was changed in place"):
+            y @ weight
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_nothing_waits_for_the_garbage_collector(checkpointed: bool) -> None:
     x, weight = inputs()

@@ -119,6 +119,7 @@ def test_refusals_name_the_argument(device):
         ({"weight_TI": weight.int()}, "weight_TI: expected"),
         ({"first_T": first.long()}, "first_T: expected"),
         ({"end_T": end[1:]}, "end_T: expected"),
+        ({"end_T": end.to("meta")}, "end_T: on meta"),
         ({"k": 0}, "k: 0"),
         ({"precision": "fp4"}, "precision: 'fp4'"),
     ]:

@@ -8,7 +8,6 @@ import torch
 import triton
 
 from ._ops import op
-from .devices import check_devices
 from .passes import WIDTHS, Passes
 from .tiles import BT
 
@@ -73,6 +72,10 @@ def _check(q, k, v, f, beta, A_log, dt_bias, lower_bound, cu_seqlens, initial_st
     for name, (x, shape) in shapes.items():
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(f"{name} must have shape {list(shape)}: {_form(x)}")
+    tensors = {"v": v, **{name: x for name, (x, _) in shapes.items()}, "cu_seqlens": cu_seqlens}
+    for name, x in tensors.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} must be where q is, on {q.device}: on {x.device}")
     for name, x in {"k": k, "v": v, "f": f}.items():
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}: {_form(x)}")
@@ -86,7 +89,6 @@ def _check(q, k, v, f, beta, A_log, dt_bias, lower_bound, cu_seqlens, initial_st
         raise ValueError(f"cu_seqlens must be int32 or int64 [X + 1], with B = 1: {_form(cu_seqlens)}, B = {B}")
     if T * B >= 2**31:
         raise ValueError(f"q has {T * B} tokens, at most 2**31 - 1 are supported")
-    check_devices(q=q, v=v, **{name: x for name, (x, _) in shapes.items()}, cu_seqlens=cu_seqlens)
 
 
 def _form(x: torch.Tensor) -> str:

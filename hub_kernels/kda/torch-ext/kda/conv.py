@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from ._ops import op
-from .devices import check_devices
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -443,6 +442,6 @@ def _check(xs, weights, cu_seqlens, tails) -> None:
     ):
         found = [(tuple(tail.shape), tail.dtype) for tail in tails]
         raise ValueError(f"tails must be [{D}, {W - 1}, P] {x.dtype} for each stream, got {found}")
-    groups = {"xs": xs, "weights": weights, "tails": tails or ()}
-    streams = {f"{name}[{i}]": x for name, group in groups.items() for i, x in enumerate(group)}
-    check_devices(**streams, cu_seqlens=cu_seqlens)
+    for name, group in {"xs": xs, "weights": weights, "tails": tails or (), "cu_seqlens": [cu_seqlens]}.items():
+        if places := [str(y.device) for y in group if y is not None and y.device != x.device]:
+            raise ValueError(f"{name} must be where xs[0] is, on {x.device}, got {places}")

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from ._ops import op
-from .devices import check_devices
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 L2_EPS = tl.constexpr(1e-6)
@@ -187,8 +186,7 @@ def step_kda(
     shapes = {"q": (B, H, K), "k": (B, H, K), "v": (B, H, V), "f": (B, H, K), "beta": (B, H)}
     shapes |= {"A_log": (H,), "dt_bias": (H, K)}
     tensors = [q, k, v, f, beta, A_log, dt_bias]
-    _check_shapes(shapes, tensors)
-    check_devices(state=state, **dict(zip(shapes, tensors, strict=True)))
+    _check_shapes(shapes, tensors, state.device)
     return _step_op(*(x.contiguous() for x in tensors), state.contiguous(), lower_bound)
 
 
@@ -264,23 +262,19 @@ def decode_kda(
     if not 2 <= W <= MAX_TAPS:
         raise ValueError(f"weights must have 2 to {MAX_TAPS} taps, got {W}")
     widths = {"q": H * K, "k": H * K, "v": H * V}
-    _check_shapes({f"xs ({name})": (B, P) for name, P in widths.items()}, xs)
-    _check_shapes({f"weights ({name})": (P, W) for name, P in widths.items()}, weights)
-    _check_shapes({f"conv_states ({name})": (N, W - 1, P) for name, P in widths.items()}, conv_states)
+    _check_shapes({f"xs ({name})": (B, P) for name, P in widths.items()}, xs, state.device)
+    _check_shapes({f"weights ({name})": (P, W) for name, P in widths.items()}, weights, state.device)
+    _check_shapes({f"conv_states ({name})": (N, W - 1, P) for name, P in widths.items()}, conv_states, state.device)
     shapes = {"f": (B, H, K), "beta": (B, H), "A_log": (H,), "dt_bias": (H, K), "gate": (B, H, V), "norm_weight": (V,)}
-    _check_shapes(shapes, [f, beta, A_log, dt_bias, gate, norm_weight])
+    _check_shapes(shapes, [f, beta, A_log, dt_bias, gate, norm_weight], state.device)
     if any(pool.dtype != xs[0].dtype for pool in [*xs, *conv_states]):
         raise ValueError(f"xs and conv_states must have one dtype, got {[p.dtype for p in [*xs, *conv_states]]}")
     if not all(pool.is_contiguous() for pool in [*conv_states, state]):
         raise ValueError("conv_states and state are updated in place and must be contiguous")
     if slots is None and N != B:
         raise ValueError(f"state has {N} rows for {B} sequences: slots must say which are whose")
-    if slots is not None and (slots.shape != (B,) or slots.dtype != torch.int32):
-        raise ValueError(f"slots must be [{B}] int32, got {tuple(slots.shape)} {slots.dtype}")
-    groups = {"xs": xs, "weights": weights, "conv_states": conv_states}
-    streams = {f"{name} ({part})": x for name, group in groups.items() for part, x in zip("qkv", group, strict=True)}
-    rest = {"f": f, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "gate": gate, "norm_weight": norm_weight}
-    check_devices(state=state, **streams, **rest, slots=slots)
+    if slots is not None and (slots.shape != (B,) or slots.dtype != torch.int32 or slots.device != state.device):
+        raise ValueError(f"slots must be [{B}] int32 on {state.device}, got {_form(slots)}")
     inputs = [x.contiguous() for x in [*xs, *weights]]
     rest = [x.contiguous() for x in (f, beta, A_log, dt_bias)]
     return _decode_op(
@@ -296,9 +290,13 @@ def _check_state(name: str, state: torch.Tensor) -> tuple[int, int, int, int]:
     return tuple(state.shape)
 
 
-def _check_shapes(shapes: dict[str, tuple[int, ...]], tensors: Sequence[torch.Tensor]) -> None:
+def _check_shapes(shapes: dict[str, tuple[int, ...]], tensors: Sequence[torch.Tensor], device: torch.device) -> None:
     if len(tensors) != len(shapes):
         raise ValueError(f"expected {' and '.join(shapes)}, got {len(tensors)} tensors")
     for (name, shape), x in zip(shapes.items(), tensors, strict=True):
-        if x.shape != shape or x.dtype not in DTYPES:
-            raise ValueError(f"{name} must be {list(shape)} in one of {DTYPES}, got {tuple(x.shape)} {x.dtype}")
+        if x.shape != shape or x.dtype not in DTYPES or x.device != device:
+            raise ValueError(f"{name} must be {list(shape)} in one of {DTYPES} on {device}, got {_form(x)}")
+
+
+def _form(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device}"

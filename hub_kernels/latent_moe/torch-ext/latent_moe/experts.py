@@ -7,7 +7,6 @@ import torch
 
 from . import mlp
 from ._ops import op
-from .devices import check_devices
 from .low_rank import low_width
 from .mlp import Kept, Matrices, Plan
 from .reference import ExpertMatrices, expert_mlp_reference
@@ -208,10 +207,12 @@ def _check(
             raise ValueError(f"{name}: {bound} should be above 0")
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows: {max_rows}, expected at least 1")
-    check_devices(x_TL=x_TL, weights_TS=weights_TS, rows=rows.row_TS)
+    tensors = {"rows": [rows.row_TS, rows.slot_R, rows.offset], "weights_TS": [weights_TS]}
     for name, (weight, scale, adapters) in {"gate_up": gate_up, "down": down}.items():
-        for x in (weight, scale, *(factor for a, b, _ in adapters for factor in (a, b))):
-            check_devices(x_TL=x_TL, **{name: x})
+        tensors[name] = [weight, scale, *(factor for a, b, _ in adapters for factor in (a, b))]
+    for name, group in tensors.items():
+        if places := [x.device for x in group if x is not None and x.device != x_TL.device]:
+            raise ValueError(f"{name}: on {places[0]}, but x_TL is on {x_TL.device}")
 
 
 def _operands(matrices: ExpertMatrices) -> tuple[torch.Tensor | None, ...]:

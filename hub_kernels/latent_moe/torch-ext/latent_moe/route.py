@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from ._ops import op
-from .devices import check_devices
 from .route_reference import Routing, Rows
 from .sorting import BLOCK, check_capacity, clear_words, empty_rows, new_words, rows_of_words, set_bits
 
@@ -277,7 +276,8 @@ def check_logits(logits_TE: torch.Tensor, mask_T: torch.Tensor | None) -> None:
         raise ValueError(f"logits_TE: {logits_TE.shape[1]} experts, expected 1 to 1024")
     if mask_T is not None and (mask_T.dtype != torch.bool or mask_T.shape != logits_TE.shape[:1]):
         raise ValueError(f"mask_T: expected bool [{len(logits_TE)}], got {mask_T.dtype} {list(mask_T.shape)}")
-    check_devices(logits_TE=logits_TE, mask_T=mask_T)
+    if mask_T is not None and mask_T.device != logits_TE.device:
+        raise ValueError(f"mask_T: on {mask_T.device}, but logits_TE is on {logits_TE.device}")
 
 
 def route(
@@ -302,7 +302,8 @@ def route(
     E = logits_TE.shape[1]
     if bias_E.shape != (E,) or bias_E.dtype != torch.float32:
         raise ValueError(f"bias_E: expected float32 [{E}], got {bias_E.dtype} {list(bias_E.shape)}")
-    check_devices(logits_TE=logits_TE, bias_E=bias_E)
+    if bias_E.device != logits_TE.device:
+        raise ValueError(f"bias_E: on {bias_E.device}, but logits_TE is on {logits_TE.device}")
     if not 1 <= top_k <= min(32, E):
         raise ValueError(f"top_k: {top_k}, expected 1 to {min(32, E)}")
     if len(logits_TE) * top_k >= 2**31:

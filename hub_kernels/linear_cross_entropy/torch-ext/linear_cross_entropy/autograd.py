@@ -10,7 +10,6 @@ import torch
 
 from . import chunks
 from ._ops import op
-from .devices import check_devices
 from .reference import linear_cross_entropy_reference
 
 
@@ -82,7 +81,9 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> 
         )
     if target.shape != hidden.shape[:1] or target.dtype != torch.int64:
         raise ValueError(f"target: expected int64 [{hidden.shape[0]}], got {target.dtype} {list(target.shape)}")
-    check_devices(hidden=hidden, weight=weight, target=target)
+    for name, x in {"weight": weight, "target": target}.items():
+        if x.device != hidden.device:
+            raise ValueError(f"{name}: on {x.device}, but hidden is on {hidden.device}")
 
 
 def linear_cross_entropy(

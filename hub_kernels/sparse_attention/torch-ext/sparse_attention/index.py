@@ -8,7 +8,6 @@ import torch
 import triton
 
 from ._ops import op
-from .devices import check_devices
 from .index_quantise import quantise
 from .index_scores import write_scores
 from .index_select import merge_best
@@ -66,12 +65,19 @@ def check_indexer(q_TIK: torch.Tensor, k_SK: torch.Tensor, weight_TI: torch.Tens
         raise ValueError(
             f"weight_TI: expected floats {list(q_TIK.shape[:2])}, got {weight_TI.dtype} {list(weight_TI.shape)}"
         )
-    check_devices(q_TIK=q_TIK, k_SK=k_SK, weight_TI=weight_TI)
+    for name, x in {"k_SK": k_SK, "weight_TI": weight_TI}.items():
+        check_place(name, x, q_TIK.device)
 
 
-def check_range(name: str, x_T: torch.Tensor, queries: int) -> None:
-    if x_T.shape != (queries,) or x_T.dtype != torch.int32:
-        raise ValueError(f"{name}: expected int32 [{queries}], got {x_T.dtype} {list(x_T.shape)}")
+def check_range(name: str, x_T: torch.Tensor, q_TIK: torch.Tensor) -> None:
+    if x_T.shape != q_TIK.shape[:1] or x_T.dtype != torch.int32:
+        raise ValueError(f"{name}: expected int32 [{len(q_TIK)}], got {x_T.dtype} {list(x_T.shape)}")
+    check_place(name, x_T, q_TIK.device)
+
+
+def check_place(name: str, x: torch.Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: on {x.device}, but q_TIK is on {device}")
 
 
 @torch.no_grad()
@@ -94,8 +100,8 @@ def index_topk(
     K numbers: less exact, see notes.md. Of the selection among 8192 random normal keys 98.7 % and 99.7 % stay the same.
     """
     check_indexer(q_TIK, k_SK, weight_TI)
-    check_range("first_T", first_T, len(q_TIK))
-    check_range("end_T", end_T, len(q_TIK))
+    check_range("first_T", first_T, q_TIK)
+    check_range("end_T", end_T, q_TIK)
     if not 1 <= k <= 8192:
         raise ValueError(f"k: {k}, expected 1 to 8192")
     if precision not in PRECISIONS:

@@ -8,8 +8,7 @@ import torch
 import triton
 
 from ._ops import op
-from .devices import check_devices
-from .index import check_indexer
+from .index import check_indexer, check_place
 from .loss_kernels import key_gradients_kernel, loss_kernel, query_gradients_kernel
 
 # Bytes of the dense gradients of scores that exist at a time; partial sums take half as many.
@@ -175,7 +174,8 @@ def check_loss(
         raise ValueError(
             f"target_Tk: expected float32 {list(index_Tk.shape)}, got {target_Tk.dtype} {list(target_Tk.shape)}"
         )
-    check_devices(q_TIK=q_TIK, index_Tk=index_Tk, target_Tk=target_Tk)
+    check_place("index_Tk", index_Tk, q_TIK.device)
+    check_place("target_Tk", target_Tk, q_TIK.device)
 
 
 def indexer_loss(

@@ -69,6 +69,6 @@ def dense_indexer_loss(
     index) gives the target fp32 [R, S] of some of the queries, a slice, at the keys that index int32 [R, S] lists (-1:
     none); it is asked in forward and again in backward. There is at least one query and one key.
     """
-    check_range("first_T", first_T, len(q_TIK))
-    check_range("end_T", end_T, len(q_TIK))
+    check_range("first_T", first_T, q_TIK)
+    check_range("end_T", end_T, q_TIK)
     return _DenseLoss.apply(q_TIK, k_SK, weight_TI, first_T, end_T, probabilities)
